@@ -1,4 +1,4 @@
-"""The names and arguments of torch's FSDP2: a script ports by its import line.
+"""The names and arguments of torch's FSDP2: change the import line to port a script.
 
     from composable_shard.fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -84,9 +84,9 @@ def fully_shard(  # noqa: PLR0913 -- FSDP2's arguments
         mesh: As in FSDP2: 1-D, or 2-D `(replicate, shard)`.
         reshard_after_forward: As in FSDP2.
         shard_placement_fn: `Shard(0)` cuts between rows. None and other dims cut anywhere: the
-            shards lie otherwise than FSDP2's, and the values are the same.
-        mp_policy: Torch's, or that of this library.
-        offload_policy: Torch's, or that of this library.
+            shards differ from FSDP2's, and the values are the same.
+        mp_policy: Torch's policy, or this library's.
+        offload_policy: Torch's policy, or this library's.
         ignored_params: As in FSDP2.
         dp_mesh_dims: The axes of `mesh` for data parallelism, one name each.
         others: Further options of `composable_shard.fully_shard`.
@@ -159,7 +159,7 @@ def _check_no_spmd(modules: list[nn.Module], mesh: DeviceMesh) -> None:
 
 
 def _granularity_of(param: nn.Parameter, placement: Any) -> options.Granularity:
-    """Return the cuts that come nearest to one of FSDP2's placements."""
+    """Return the granularity nearest to one of FSDP2's placements."""
     if hasattr(placement, "mesh_info"):
         raise NotImplementedError(
             "shard_placement_fn returned a mesh for one parameter. Call fully_shard with that mesh "
@@ -193,7 +193,7 @@ def _restore(cls: type) -> nn.Module:
 class FSDPModule:
     """A module that `fully_shard` was called on, with the methods of FSDP2's class.
 
-    Each calls the function of `composable_shard` that says more; `recurse` means units inside too.
+    Each calls a function of `composable_shard`, which documents it; `recurse` adds inner units.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +201,7 @@ class FSDPModule:
         return cls.__mro__[2](*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Let copies and pickles find the class, which no module has by name."""
+        """Let copies and pickles find the class, which has no name in any module."""
         made: Any = super().__reduce_ex__(protocol)
         is_usual = made[0] is copyreg.__newobj__  # type: ignore[attr-defined] # stubs leave it out
         return (_restore, (type(self).__mro__[2],), *made[2:]) if is_usual else made
@@ -229,10 +229,10 @@ class FSDPModule:
         module_api.reshard(_module(self))
 
     def reset_iter_state(self) -> None:
-        """Do nothing: the step after an exception is right by itself."""
+        """Do nothing: a step after an exception needs no reset."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Tell whether the next backward is the last one before the step."""
+        """Set whether the next backward is the last one before the step."""
         module_api.set_is_last_backward(_module(self), is_last_backward)
 
     def set_requires_gradient_sync(
@@ -243,7 +243,7 @@ class FSDPModule:
             each(_module(self), requires_gradient_sync, recurse=recurse)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Let backwards inside accumulate gradients; FSDP1's and DDP's, which FSDP2 lacks."""
+        """Accumulate gradients in the block without reducing; from FSDP1 and DDP, not in FSDP2."""
         return module_api.no_sync(_module(self))
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -265,11 +265,11 @@ class FSDPModule:
         )
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Choose what this unit's forward gathers ahead; an empty list: what came next before."""
+        """Choose the modules that this unit's forward gathers ahead; empty list: the default."""
         module_api.set_forward_prefetch(_module(self), _check_modules(modules) or None)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Choose what this unit's backward gathers ahead; an empty list: what ran before it."""
+        """Choose the modules that this unit's backward gathers ahead; empty list: the default."""
         module_api.set_backward_prefetch(_module(self), _check_modules(modules) or None)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -277,7 +277,7 @@ class FSDPModule:
         module_api.set_unshard_in_backward(_module(self), unshard_in_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Choose what the sum of the unit's gradients over all ranks is divided by."""
+        """Set the divisor of the sum of the unit's gradients over all ranks."""
         module_api.set_gradient_divide_factor(_module(self), factor, recurse=False)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -316,10 +316,10 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Do nothing: ranks may use other parameters always."""
+        """Do nothing: ranks may always use different parameters."""
 
 
-# Of newer torch some of them.
+# Some of these exist only in newer torch.
 _CHANGES_NOTHING = {
     "set_post_optim_event": "gathers wait for all that was issued before",
     "set_force_sum_reduction_for_comms": "the backend's mean is used on NCCL",
@@ -368,12 +368,12 @@ for _name, _method in {
     **{name: _refusing(remedy) for name, remedy in _REFUSED.items()},
 }.items():
     _theirs = getattr(torch.distributed.fsdp.FSDPModule, _name, None)
-    # With torch's signature, where it has this one, for `help` and editors.
+    # With torch's signature, if this torch has the method, for `help` and editors.
     setattr(FSDPModule, _name, _method if _theirs is None else wraps(_theirs, (), ())(_method))
 
 
 def get_optimizer_state_dict(model: nn.Module, optimizers: Any, *, options: Any = None) -> Any:
-    """Return optimizers' state; new ones get it first, as in torch, for `dcp.load` to fill."""
+    """Return optimizers' state; made first for new ones, as in torch, for `dcp.load` to fill."""
     options = options or StateDictOptions()
     return state_dict.get_optimizer_state_dict(model, optimizers, options=options)
 
@@ -430,7 +430,7 @@ def _check_modules(modules: list[FSDPModule]) -> list[nn.Module]:
 
 
 def _end_hook(face: FSDPModule) -> None:
-    """Take out the hook by which a forward ends an `unshard()`, if there is one."""
+    """Remove the hook with which a forward ends an `unshard()`, if there is one."""
     hook = vars(face).pop(_LET_GO, None)
     if hook is not None:
         hook.remove()

@@ -1,7 +1,7 @@
-"""Every private name of torch that this library uses; no other module spells one.
+"""Every private name of torch that this library uses; no other module uses one.
 
-Each name was checked on torch 2.13 by the suite, and on 2.11 and 2.15 by a part of it. A torch
-without one of them fails here, at import, instead of in the middle of a step.
+Each name was checked on torch 2.13 by the suite, and on 2.11 and 2.15 by a part of it. A version
+that lacks one fails here, at import, instead of in the middle of a step.
 
 [Note: Many getters]
 Each getter, setter and function asks a tensor of a subclass for `__torch_function__`, by a string
@@ -91,7 +91,7 @@ bump_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return a number that stands for a tensor's storage while that is alive."""
+    """Return a number that identifies a tensor's storage while it is alive."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
@@ -101,8 +101,8 @@ def storage_uses_of(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(storage_of(tensor)) - 1
 
 
-# Lets each access to a storage's memory raise, and undoes it; given what `storage_of` returns.
-# Builds without CUDA, and some older ones, have neither: there a read may end the process.
+# Make each access to a storage's memory raise, and undo that; their argument is `storage_of`'s.
+# Builds without CUDA, and some older ones, have neither: there a read may crash the process.
 refuse_reads: Callable[[int, str], None] | None = getattr(
     torch._C, "_set_storage_data_ptr_access_error_msg", None
 )
@@ -119,13 +119,13 @@ queue_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
 
-# What `torch.autograd.graph.saved_tensors_hooks` has put in force, given False; None for nothing.
+# The topmost hooks of `torch.autograd.graph.saved_tensors_hooks`, given False; None without any.
 top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_hooks: Callable[[Any, Any], None] = (
     torch._C._autograd._push_saved_tensors_default_hooks
 )
 pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-# Why none may be put in force, as in a transform of torch.func; None: they may.
+# Why hooks can't be pushed, as in a transform of torch.func; None: they can.
 saved_tensors_hooks_refusal: Callable[[], str | None] = (
     torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 )
@@ -137,10 +137,10 @@ outside_transforms: Callable[[], AbstractContextManager[Any]] = temporarily_clea
 
 
 def unobserved() -> AbstractContextManager[Any] | None:
-    """Return a context outside of what must not see operations of this library, if it is in force.
+    """Return a context that hides this library's operations from an active observer, if any.
 
-    That is a transform, or selective checkpointing, which compares each operation of a region that
-    a backward runs again with those of the forward.
+    An observer is a transform, or selective checkpointing, which compares each operation of a
+    region that a backward runs again with the forward's.
     """
     if are_transforms_active():
         return outside_transforms()
@@ -152,13 +152,13 @@ def unobserved() -> AbstractContextManager[Any] | None:
 def is_in_function() -> bool:
     """Return whether the forward of a `torch.autograd.Function` runs.
 
-    So a reentrant checkpoint, whose backward runs the forward again, differs from an evaluation:
-    autograd switches forward-mode differentiation off there, `no_grad` does not.
+    This distinguishes a reentrant checkpoint, whose backward runs the forward again, from an
+    evaluation: autograd switches forward-mode differentiation off there, `no_grad` does not.
     """
     return not (is_forward_grad_enabled() or torch.is_inference_mode_enabled())
 
 
-# That of `forward_ad.dual_level`, -1 outside of one.
+# The level of `forward_ad.dual_level`; -1 outside of one.
 current_dual_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
 
 # Tensor subclasses and the dispatcher.
@@ -193,7 +193,7 @@ COMPILED_CALL = "_compiled_call_impl"  # the attribute that `module.compile()` s
 load_from_state_dict_of = attrgetter("_load_from_state_dict")
 parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
-# The tensors that an RNN computes with, which its own `to()` makes anew.
+# The tensors that an RNN computes with, which its own `to()` replaces.
 flat_weights_of: Callable[[nn.Module], list[Any]] = attrgetter("_flat_weights")
 flat_weights_names_of: Callable[[nn.Module], list[str]] = attrgetter("_flat_weights_names")
 modules_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
@@ -230,8 +230,8 @@ def schedulers_in(scheduler: object) -> list[Any]:
 def set_state_dict_guard(module: nn.Module, guard: Callable[[], dict[str, str]]) -> None:
     """Let torch.distributed.checkpoint.state_dict call a function when it looks into a module.
 
-    Its functions ask a module with children for `_fqn_modifiers`, which tells new names of
-    parameters; a module's own stays. They look for each name of any module in its
+    Its functions ask a module with children for `_fqn_modifiers`, which gives new names of
+    parameters; a module's own attribute stays. They look for each name of any module in its
     `_non_persistent_buffers_set`.
     """
     if not hasattr(module, "_fqn_modifiers"):
@@ -253,7 +253,7 @@ class _GuardedNames(set[str]):
 def running(module: str, function: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the local variables of torch's functions that run on this thread, innermost first.
 
-    Of a module's functions of one name, or of all of its functions.
+    These are a module's functions of one name, or all of its functions.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -268,22 +268,22 @@ def is_in_step() -> bool:
 
 
 def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any] | None) -> None:
-    """Give a tensor hooks from before and after a gradient is accumulated; None leaves its own."""
+    """Set a tensor's hooks before and after accumulation of its gradient; None keeps its own."""
     if early:
         tensor._backward_hooks = early
     if late:
         tensor._post_accumulate_grad_hooks = late
 
 
-# Python's: the innermost frame of each thread, by its number.
+# The innermost Python frame of each thread, by the thread's number.
 frames_of_threads: Callable[[], dict[int, FrameType]] = sys._current_frames
 
-# Process groups. Tensors name their group, so that they can pickle.
+# Process groups. Tensors refer to their group by name, so that they can be pickled.
 resolve_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment, unused-ignore]
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of a group for a device; raises RuntimeError where it has none."""
+    """Return the backend of a group for a device; raises RuntimeError if it has none."""
     return group._get_backend(device)
 
 
@@ -297,9 +297,9 @@ reduce_scatter_base_of: Callable[[dist.ProcessGroup], Callable[..., dist.Work]] 
 
 
 def side_store() -> dist.Store | None:
-    """Return a connection of its own to the store of the default group; None if it can't have one.
+    """Return a separate connection to the default group's store; None if that is impossible.
 
-    So what asks on it delays nobody else.
+    Requests on it don't delay other requests of the store.
     """
     try:
         store: dist.Store = _get_default_store().clone()  # type: ignore[attr-defined, unused-ignore]
@@ -309,7 +309,7 @@ def side_store() -> dist.Store | None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return after how long a group's collectives fail; None where no backend says so."""
+    """Return the timeout of a group's collectives; None if no backend has one."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         timeout: timedelta | None = getattr(options, "_timeout", None)
@@ -319,20 +319,20 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def inherit_timeout(group: dist.ProcessGroup, world: dist.ProcessGroup) -> timedelta | None:
-    """Give a group that has torch's own timeout that of the default group; return what is new."""
+    """Give a group with torch's own timeout the default group's; return the new timeout."""
     timeout, before = timeout_of(world), timeout_of(group)
     if timeout is None or before == timeout or before not in _OWN_TIMEOUTS:
         return None
     for device in group._device_types:
         backend = group._get_backend(device)
-        if hasattr(backend, "_set_default_timeout"):  # a method of gloo's and NCCL's alone
+        if hasattr(backend, "_set_default_timeout"):  # only gloo and NCCL have it
             backend._set_default_timeout(timeout)
     return timeout
 
 
 _OWN_TIMEOUTS = (default_pg_timeout, default_pg_nccl_timeout)
 
-# What an operation on fake tensors raises whose result depends on values.
+# Raised by an operation on fake tensors whose result depends on values.
 DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -341,7 +341,7 @@ def num_known_groups() -> int:
     return len(_world.pg_names)
 
 
-# What the compiler's error says, which is raised by `torch.compile(model, fullgraph=True)` alone.
+# Text of the compiler's error, which only `torch.compile(model, fullgraph=True)` raises.
 NO_FULL_GRAPH = (
     "a sharded module gathers its parameters between graphs, so the graph of a model breaks at "
     "each unit. Compile the layers, `for layer in model.layers: layer.compile(fullgraph=True)`, "

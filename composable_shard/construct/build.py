@@ -1,4 +1,4 @@
-"""Builds what a plan says: groups of parameters, their layouts, handles and the state of a unit."""
+"""Carries out a plan: groups of parameters, their layouts, handles and the state of a unit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def group_params(plan: Plan, shard_size: int) -> list[Group]:
 
 
 def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) -> FlatLayout:
-    """Lay out the parameters of one handle as their granularities ask for."""
+    """Lay out the parameters of one handle as their granularities require."""
     sized = [original.sized for original in members]
     if members[0].is_owned:
         owners = [original.owner for original in members]
@@ -75,7 +75,7 @@ def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) 
 
 def _by_kind(plan: Plan) -> list[Group]:
     groups: dict[object, Group] = {}
-    known: dict[object, Group] = {}  # by what the kind follows from, which is quicker to compare
+    known: dict[object, Group] = {}  # by the facts that determine the kind: faster to compare
     for original in plan.originals:
         param, own = original.param, original.tensor_parallel
         given = (param.dtype, param.requires_grad, original.is_kept, original.is_owned)
@@ -88,7 +88,7 @@ def _by_kind(plan: Plan) -> list[Group]:
 
 
 def _new_group(original: Original, options: UnitOptions) -> tuple[object, Group]:
-    """Return what a handle's parameters have in common, and an empty group of them."""
+    """Return the key that a handle's parameters share, and an empty group for them."""
     param, tensor_parallel = original.param, original.tensor_parallel
     mesh = None if tensor_parallel is None else tensor_parallel[0]
     placements = None if options.use_orig_params or mesh is None else tensor_parallel
@@ -102,7 +102,7 @@ def _new_group(original: Original, options: UnitOptions) -> tuple[object, Group]
 
 
 def _sort_by_owner(groups: list[Group]) -> list[Group]:
-    """Bring parameters that are owned whole into the order that `FlatLayout` wants."""
+    """Sort whole parameters by owner, as `FlatLayout` requires."""
     for _, members in groups:
         if members[0].is_owned:
             members.sort(key=lambda original: original.owner)
@@ -118,16 +118,16 @@ def _cut(
     reduce_dtype = precision.reduces_in(precision.main_dtype or dense[0].dtype)
     alignment = plan_layout(dense, shard_size, precision).alignment
     numels = [tensor.numel() for tensor in dense]
-    # Parameters that are owned whole need no padding.
+    # Whole parameters need no padding.
     blocks = () if members[0].is_owned else [original.block_numel for original in members]
     cap_numel = cap_nbytes // reduce_dtype.itemsize
     return cut_buckets(numels, cap_numel, shard_size, alignment, blocks=blocks)
 
 
 def sync_states(plan: Plan, shard_group: ShardGroup) -> None:
-    """Give every rank the parameters and buffers of the mesh's first: a broadcast for each.
+    """Broadcast the parameters and buffers of the mesh's first rank, one by one.
 
-    One all-gather of 32 bytes for each process group compares before what will be sent.
+    Before that, one all-gather of 32 bytes for each process group compares the tensors to send.
     """
     lines = [
         f"'{original.fqn}' shape {tuple(original.param.shape)} {original.param.dtype} is broadcast"
@@ -249,7 +249,7 @@ def _replace_parameter(original: Original, entry: ParamEntry) -> None:
     param, grad = original.param, original.param.grad
     param.grad = None
     if param.requires_grad:
-        # A graph from before keeps the node alive, and would accumulate where nobody looks.
+        # A graph from before keeps the node alive, and would accumulate an unused gradient.
         get_gradient_edge(param).node.register_prehook(partial(_refuse_backward, entry.label))
     original.strip()
     entry.replace(param)

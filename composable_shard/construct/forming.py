@@ -100,20 +100,20 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             `_flat_param` for each handle instead (`_flat_param_1` and so on where a unit has
             several). An elementwise optimizer then steps the fewest tensors; build it after this
             call. Forwards and `unshard_params` show the originals. If some parameter of a handle
-            got a gradient, those without one count as zero gradient. `register_orig_params` and
+            got a gradient, the others count as zero gradient. `register_orig_params` and
             `register_flat_param` change it later.
         sync_module_states: Broadcast parameters and buffers from the mesh's first rank.
         check_initial_values: Compare the parameters as this call finds them between the ranks, by
-            checksums, when the ranks are compared: at `lazy_init` or the first forward. Different
-            ones are an error. Left out where there is nothing to compare: after
-            `sync_module_states`, on the meta device, under `NO_SHARD` (the first rank's are
-            taken), and for units whose parameters were written since. It reads all parameters
+            checksums, when the ranks are compared: at `lazy_init` or the first forward. A
+            difference is an error. Skipped where there is nothing to compare: after
+            `sync_module_states`, on the meta device, under `NO_SHARD` (the first rank's are taken),
+            and for units whose parameters were written since. It reads all parameters
             once: 60 ms for 110 M of them on one CPU core.
-        check_order: When ranks exchange what they are about to issue, before they issue it, so that
-            different collectives are an error at once and not wrong values until the backward ends.
-            `"first"`: in the first steps, and after something new in a step. `"always"`: to debug,
-            as each collective of NCCL costs an all-reduce of 16 bytes and a wait for the device.
-            On gloo all collectives do so, whatever is chosen.
+        check_order: When ranks exchange which collectives they are about to issue, before they
+            issue them, so that a difference is an error at once, and not wrong values until the
+            backward ends. `"first"`: in the first steps, and after something new in a step.
+            `"always"`: to debug, as each collective of NCCL costs an all-reduce of 16 bytes and a
+            wait for the device. On gloo all collectives are exchanged, whatever is chosen.
         broadcast_buffers: Before each forward give all ranks the buffers of the mesh's first rank,
             as DistributedDataParallel does, in one broadcast for the unit. Skipped while gradients
             accumulate without being reduced.
@@ -177,14 +177,14 @@ def form_unit(
 ) -> None:
     """Do what `fully_shard` does.
 
-    `owners` are the ranks that get the parameters that are owned whole. Default: they are planned
-    together with those of all units inside, which may move. [Note: Owners]
+    `owners` are the ranks that get the whole parameters. Default: they are planned together with
+    the owners in all units inside, which may change. [Note: Owners of whole parameters]
     """
     shard_group = find_shard_group(options)
     plan = plan_unit(modules, options, shard_group.size, shard_group)
     find_small_group(shard_group, plan.reshard_after_forward)
     if options.separate_reduce_group:
-        shard_group = shard_group.with_reduce_group()  # the last thing that may fail
+        shard_group = shard_group.with_reduce_group()  # the last step that may fail
     if options.sync_module_states:
         sync_states(plan, shard_group)
     _set_owners(plan, modules, shard_group, owners)
@@ -214,7 +214,7 @@ def _set_owners(
     shard_group: ShardGroup,
     owners: Mapping[nn.Parameter, int] | None,
 ) -> None:
-    """Enter into the plan who gets parameters whole."""
+    """Enter the owners of whole parameters into the plan."""
     whole = [original for original in plan.originals if original.is_owned]
     if owners is None:
         inner = list(dict.fromkeys(each for root in modules for each in get_handles(root)))

@@ -34,7 +34,7 @@ def _cast_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     dtype = state.options.mp_policy.param_dtype
     if dtype is None:
-        # main_dtype alone: the unit computes in the dtypes that it had before.
+        # With main_dtype alone the unit computes in its earlier dtypes.
         dtypes = {
             handle.precision.computes_in(handle.local_shard.dtype)
             for handle in state.needed
@@ -51,7 +51,7 @@ def _cast_output(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     return cast_output(output, state.options.mp_policy.output_dtype)  # type: ignore[arg-type] # not None
 
 
-# No hook becomes part of a compiled graph, and what it calls is not compiled either.
+# No hook becomes part of a compiled graph, and the functions it calls are not compiled.
 for _hook in (
     pre_forward,
     post_forward,
@@ -68,8 +68,8 @@ def register_hooks(module: nn.Module, state: ShardState) -> None:
     policy = state.options.mp_policy
     is_kept = policy.changes_compute and isinstance(module, policy.keep_fp32_classes)
     if policy.cast_forward_inputs and policy.changes_compute and not is_kept:
-        # Before the hook that gathers, so that it runs after it, and a unit whose arguments can't
-        # be cast is known to be in its forward.
+        # Registered before the hook that gathers, so it runs after it: if the cast fails, the unit
+        # is known to be in its forward.
         hook = partial(_cast_arguments, state)
         module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
     if policy.output_dtype is not None:
@@ -81,10 +81,10 @@ def register_hooks(module: nn.Module, state: ShardState) -> None:
 
 
 class _ZeroGrad:
-    """Stands in for a module's `zero_grad`, which asks the parameters that modules show.
+    """Replaces a module's `zero_grad`, which would use the parameters that modules show.
 
-    Gradients are those of the parameters at rest, also between `unshard` and `reshard`, and after
-    an interrupt that has left a module in its forward.
+    It clears the gradients of the parameters at rest, also between `unshard` and `reshard`, and
+    after an interrupt that has left a module in its forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -111,7 +111,7 @@ class _ZeroGrad:
 def register_state_dict_hooks(
     roots: list[nn.Module], modules: list[nn.Module], state: ShardState
 ) -> None:
-    """Make the state dicts of a unit's modules right, [Note: State dicts]."""
+    """Register the state dict hooks of a unit's modules, [Note: State dicts]."""
     show, load = partial(show_shards, state), partial(load_values, state)
     for module in modules:
         attach_unit(module, state)

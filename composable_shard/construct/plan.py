@@ -51,20 +51,20 @@ from composable_shard.torch_private import (
 FLAT_PARAM_NAME = "_flat_param"
 
 
-@dataclass(slots=True)  # by the hundred thousand in a plan: fewer objects for the collector
+@dataclass(slots=True)  # a plan may have 100,000: slots save objects for the collector
 class Original:
     """A parameter that the new unit will manage."""
 
     param: nn.Parameter
     fqn: str
-    place: ModuleItems  # where it was found first, under this name
+    place: ModuleItems  # the module in which it was found first, as `name`
     name: str
-    further_slots: tuple[Slot, ...] = ()  # of modules that share it
+    further_slots: tuple[Slot, ...] = ()  # places in other modules that share it
     is_kept: bool = False  # in a module that computes in the main dtype
     granularity: Granularity = "element"
-    owner: int = 0  # the rank that gets it whole, where the granularity says so
-    main_dtype: torch.dtype | None = None  # of the shard, where it is not the parameter's
-    extension: Extension | None = None  # of its class, [Note: Extended gathers]
+    owner: int = 0  # the rank that gets it whole, if `is_owned`
+    main_dtype: torch.dtype | None = None  # of the shard, if not the parameter's
+    extension: Extension | None = None  # for its class, [Note: Extended gathers]
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -79,7 +79,7 @@ class Original:
 
     @property
     def sized(self) -> Tensor:
-        """What has the size of `dense`, and without an extension its dtype: the parameter."""
+        """The parameter (of a DTensor its local part), before an extension is unwrapped."""
         return _values_of(self.param)
 
     @property
@@ -89,17 +89,17 @@ class Original:
 
     @property
     def is_owned(self) -> bool:
-        """Whether one rank gets it whole."""
+        """Whether one rank gets the parameter whole."""
         return is_owned(self.granularity)
 
     def strip(self) -> None:
-        """Take away the attributes of the parameter's own class, which it is about to lose."""
+        """Remove attributes of the parameter's own class, which it is about to lose."""
         if self.extension is not None:
             for name in vars(self.extension.wrap(self.dense)):
                 vars(self.param).pop(name, None)
 
     def give_to(self, owner: int) -> None:
-        """Enter the rank that gets it whole."""
+        """Set the rank that gets the parameter whole."""
         self.owner = owner
 
     @property
@@ -111,7 +111,7 @@ class Original:
 
     @property
     def tensor_parallel(self) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-        """The mesh and placements of a DTensor, None for other parameters."""
+        """The mesh and placements of a DTensor; None for other parameters."""
         if type(self.param) is nn.Parameter or not isinstance(self.param, DTensor):
             return None
         return self.param.device_mesh, tuple(self.param.placements)
@@ -148,12 +148,12 @@ def plan_unit(
     inner: Container[nn.Module] = (),
     managed: Container[int] = (),
 ) -> Plan:
-    """Find what a new unit over `modules` will manage, and check all that can be checked before.
+    """Find the parameters that a new unit over `modules` will manage; check them in advance.
 
     Args:
-        shard_group: These ranks; None leaves unchecked whether they can.
+        shard_group: The ranks that will share the unit; None skips the checks against them.
         inner: Modules to treat as if they were sharded already.
-        managed: Parameters, by id, to treat as if those modules' units managed them already.
+        managed: Ids of parameters to treat as if units of `inner` managed them already.
     """
     _check_modules(modules)
     plan = _find_params(modules, options, inner, managed)
@@ -229,7 +229,7 @@ def _find_params(
 
 
 def as_modules(module: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules of one unit: those given, less those inside another one given."""
+    """Return the modules of one unit: the given ones, without any that is inside another."""
     if isinstance(module, nn.Module):
         return [module]
     modules = list(dict.fromkeys(module if isinstance(module, Iterable) else [module]))
@@ -323,7 +323,7 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
 
 
 def _check_forwards_write_nothing(modules: Iterable[nn.Module]) -> None:
-    """Check for modules of torch that edit their own parameters when they run."""
+    """Refuse modules of torch whose forward writes their own parameters."""
     for module in modules:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise NotImplementedError(
@@ -373,7 +373,7 @@ def _is_uneven(original: Original) -> bool:
 
 
 def _values_of(param: nn.Parameter) -> Tensor:
-    """Return a parameter's values, of a DTensor the local ones."""
+    """Return a parameter's values; for a DTensor the local values."""
     if type(param) is nn.Parameter:
         return param
     values = param.detach()
@@ -381,7 +381,7 @@ def _values_of(param: nn.Parameter) -> Tensor:
 
 
 def _kind_of(param: nn.Parameter) -> type:
-    """Return the class of a parameter's values, of a DTensor's that of its local ones."""
+    """Return the class of a parameter's values; for a DTensor the class of the local values."""
     values = _values_of(param) if isinstance(param, DTensor) else param
     is_own = type(values) is nn.Parameter or hasattr(values, "fsdp_pre_all_gather")
     return type(values if is_own else values.data)
@@ -394,7 +394,7 @@ def _is_supported_type(param: nn.Parameter) -> bool:
 
 
 def _give_rows(original: Original) -> None:
-    """Let the class of a parameter encode whole rows, the only thing that it knows."""
+    """Cut a parameter between rows, because its class can encode only whole rows."""
     if original.granularity not in ("element", "row"):
         raise ValueError(
             f"parameter '{original.fqn}' is a {type(original.param).__name__}, whose "

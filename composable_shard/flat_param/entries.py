@@ -37,8 +37,8 @@ from composable_shard.torch_private import (
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """Return the stride a tensor gets in a flat parameter.
 
-    That is its own where its elements fill a contiguous range in any order of dims (row-major,
-    channels-last, transposed), and row-major otherwise (expanded, strided slices).
+    The tensor's own stride if its elements fill a contiguous range in any order of dims (row-major,
+    channels-last, transposed), row-major otherwise (expanded, strided slices).
     """
     expected = 1
     for size, stride in sorted(
@@ -58,13 +58,13 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 
 def zero_gaps(shard: Tensor, layout: FlatLayout, rank: int) -> None:
-    """Set what lies between the parameters in the shard of a rank to zero: it counts in norms."""
+    """Set the gaps between parameters in a rank's shard to zero, because they count in norms."""
     for gap in shard.split_with_sizes(layout.piece_numels(rank))[::2]:
         gap.zero_()
 
 
 def zero_padding(full: Tensor, layout: FlatLayout) -> None:
-    """Set what lies between the parameters of shape `(layout.padded_numel,)` to zero."""
+    """Set the padding of a buffer of shape `(layout.padded_numel,)` to zero."""
     for start, end in layout.padding_ranges():
         full[start:end].zero_()
 
@@ -131,9 +131,9 @@ class FlatSlot(ModuleItems):
     def __init__(self, module: nn.Module, name: str, is_ours: bool = False) -> None:
         super().__init__(module)
         self.name = name
-        self._is_ours = is_ours  # the place; else a parameter of the user's may be there
-        self._shadow: Any = None  # the attribute that would be found before the shown parameter
-        self._shown: Tensor | None = None  # by `show`
+        self._is_ours = is_ours  # False: a user's parameter may be there
+        self._shadow: Any = None  # a user's attribute that would hide the shown parameter
+        self._shown: Tensor | None = None  # what `show` has set
 
     def take(self) -> dict[str, Any]:
         """Return the module's dict of parameters, in which the flat parameter will be shown."""
@@ -141,7 +141,7 @@ class FlatSlot(ModuleItems):
         return parameters_of(self.get())
 
     def show(self, flat: Tensor | None) -> None:
-        """Show `flat`, or nothing, in a place among the parameters that it then keeps."""
+        """Show `flat`, or None, among the module's parameters; its position there is kept."""
         if flat is None and not self._is_ours:
             return
         if self.module() is None:
@@ -163,7 +163,7 @@ class FlatSlot(ModuleItems):
             parameters_of(module).pop(self.name, None)
 
     def is_free(self, ours: Tensor | None) -> bool:
-        """Return whether the module has no attribute but `ours` where the flat parameter goes."""
+        """Return whether no attribute of the module but `ours` has the flat parameter's name."""
         module = self.get()
         found = [vars(module).get(self.name), parameters_of(module).get(self.name)]
         taken = [buffers_of(module).get(self.name), modules_of(module).get(self.name)]
@@ -177,7 +177,7 @@ class FlatSlot(ModuleItems):
         return outer is not None and any(each is module for each in outer.modules())
 
     def keep_reachable(self, flat: Tensor) -> None:
-        """Make `flat` an attribute of the module that is there while it is not registered too."""
+        """Make `flat` a plain attribute of the module, found also while it is not registered."""
         self.get().__dict__[self.name] = flat
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatSlot:
@@ -202,7 +202,7 @@ def find_slots(place: ModuleItems, name: str) -> tuple[Slot, ...]:
 
 
 def slot_key(slot: Slot) -> tuple[int, Any]:
-    """Return what identifies a slot that is an entry of a module's `_parameters`."""
+    """Return a key that identifies an entry of a module's `_parameters`."""
     container, key, _ = slot
     if isinstance(container, _Attributes):
         container = parameters_of(container.get())
@@ -226,7 +226,7 @@ def swap_parameter(original: nn.Parameter, replacement: Tensor) -> None:
     """Make the object `original` be `replacement`: class, attributes, data; and the reverse.
 
     Like `torch.utils.swap_tensors`, which refuses tensors with weak references (LSTM and GRU keep
-    some to their weights); those go on pointing to the same, changed, object.
+    some to their weights); such references still point to the same object.
     """
     slots = [name for name in ("_local_tensor", "_spec") if hasattr(type(original), name)]
     for name in slots:
@@ -266,7 +266,7 @@ class ParamEntry:
         return shard[start:end]
 
     def hidden_at(self, place: ModuleItems | None) -> FlatShard | None:
-        """Return what a slot holds where the parameter is hidden: None where it is registered."""
+        """Return a slot's value while the parameter is hidden: None if the slot registers it."""
         return self.sharded if place is None else None
 
     def add_slots(self, slots: tuple[Slot, ...]) -> None:
@@ -299,7 +299,7 @@ class ParamEntry:
         rebind(param, view, self.spec, guard)
 
     def remake(self, guard: WriteGuard) -> None:
-        """Make the sharded parameter what the entry says: of another dtype, or another shape."""
+        """Give the sharded parameter the dtype, device and shape that the entry has now."""
         param = self.sharded
         shown_class = FlatShardOfDTensor if isinstance(param, FlatShardOfDTensor) else FlatShard
         old_class, flag = type(param), param.requires_grad
@@ -326,7 +326,7 @@ class _HiddenShard(FlatShard):
     It has no gradient: an optimizer that holds it would step nothing, silently. Modules register
     None in its place, so that names keep their order, and have it as a plain attribute, which is
     found first: a layer that found None would compute without its weight, as norms do. No op runs
-    on it: after `.to()` or `to_empty()` its slice is that of before until the next forward.
+    on it, because after `.to()` or `to_empty()` its slice is outdated until the next forward.
     """
 
     _reason = (
@@ -338,7 +338,7 @@ class _HiddenShard(FlatShard):
     def __torch_dispatch__(  # type: ignore[override] # torch's stub lacks `func`
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> NoReturn:
-        """Raise: its values may be of before."""
+        """Raise: its values may be outdated."""
         given = [*args, *(kwargs or {}).values()]
         flat = [item for arg in given for item in (arg if isinstance(arg, list | tuple) else [arg])]
         hidden = next(item for item in flat if isinstance(item, _HiddenShard))
@@ -359,7 +359,7 @@ class _HiddenShard(FlatShard):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether what is shown instead is trainable."""
+        """Whether the parameter shown instead is trainable."""
         flag: bool = Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined]
         return flag
 
@@ -381,7 +381,7 @@ class _HiddenShardOfDTensor(_HiddenShard, FlatShardOfDTensor):
     """A hidden original parameter that was a DTensor."""
 
 
-for _name in DIRECT_OPS:  # they would not come to the dispatcher
+for _name in DIRECT_OPS:  # direct ops would bypass the dispatcher
     setattr(_HiddenShard, _name, getattr(Tensor, _name))
 
 
@@ -403,12 +403,12 @@ _SHOWN[_HiddenFlat] = FlatShard
 
 
 def hide(param: FlatShard) -> None:
-    """Make an original parameter, whose `.grad` is None, refuse questions for its gradient."""
+    """Make an original parameter, whose `.grad` is None, raise on access to its gradient."""
     param.__class__ = _HIDDEN.get(type(param), type(param))
 
 
 def hide_flat(param: FlatShard) -> None:
-    """Make a flat parameter, whose `.grad` is None, refuse questions for its gradient."""
+    """Make a flat parameter, whose `.grad` is None, raise on access to its gradient."""
     param.__class__ = _HiddenFlat
 
 
@@ -418,5 +418,5 @@ def unhide(param: FlatShard) -> None:
 
 
 def set_requires_grad(param: FlatShard, flag: bool) -> None:
-    """Set the flag of a parameter, which may be hidden and refuse that to users."""
+    """Set the flag of a parameter, even of a hidden one, which refuses users."""
     FlatShard.requires_grad.__set__(param, flag)  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 Gradients that wait for a reduction between two backwards are shown in either form.
 
 [Note: Pending gradients] says what users see of them. A backward begins with `settle_pending`,
-which drops what was set to None since, and ends with `mark_pending`.
+which drops gradients set to None since, and ends with `mark_pending`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from composable_shard.torch_private import post_accumulate_hooks_of
 def needs_reduction(handle: FlatParamHandle) -> bool:
     """Return whether gradients of the handle wait for a reduction.
 
-    The same on all ranks that ran the same backwards, whatever each of them has dropped since.
+    The same on all ranks that ran the same backwards, even if some have dropped gradients since.
     """
     return handle.grads.is_unsynced or handle.grads.reduction.partial is not None
 
 
 def mark_pending(handle: FlatParamHandle) -> None:
-    """Let `.grad` at rest stand for what waits, of each parameter that any of it is about."""
+    """Make `.grad` a PendingGradient for each parameter at rest with a waiting gradient."""
     grads, shown = handle.grads, handle.shown
     used = [index for index, is_used in enumerate(grads.used) if is_used]
     if grads.marks or not used:
@@ -58,7 +58,7 @@ def mark_pending(handle: FlatParamHandle) -> None:
 
 
 def keep_left_gradients(handle: FlatParamHandle) -> None:
-    """Let gradients that somebody has set on the full parameters wait for a reduction."""
+    """Keep gradients that users set on the full parameters, to wait for a reduction."""
     grads = handle.grads
     params = enumerate(entry.unsharded for entry in handle.entries)
     left = [index for index, param in params if param is not None and param.grad is not None]
@@ -72,7 +72,7 @@ def keep_left_gradients(handle: FlatParamHandle) -> None:
 
 
 def settle_pending(handle: FlatParamHandle) -> None:
-    """Undo `mark_pending`; drop what was dropped since."""
+    """Undo `mark_pending`; drop waiting gradients whose `.grad` users set or deleted since."""
     with torch.no_grad():
         while handle.grads.marks:
             param, indices = handle.grads.marks.pop()
@@ -81,14 +81,14 @@ def settle_pending(handle: FlatParamHandle) -> None:
 
 
 def forget_pending(handle: FlatParamHandle) -> None:
-    """Let `.grad` at rest stand for nothing, whatever of `mark_pending` was done."""
+    """Remove all PendingGradients at rest, even after an interrupted `mark_pending`."""
     for each in handle.shown.at_rest:
         hide_pending(each.sharded)
     handle.grads.marks.clear()
 
 
 def _drop(handle: FlatParamHandle, indices: Iterable[int]) -> None:
-    """Drop what waits of the gradients of some parameters."""
+    """Drop the waiting gradients of some parameters."""
     grads, partial = handle.grads, handle.grads.reduction.partial
     for index in indices:
         grads.arrived[index] = grads.was_used[index] = False
@@ -102,7 +102,7 @@ def _drop(handle: FlatParamHandle, indices: Iterable[int]) -> None:
 
 @contextmanager
 def settled(handle: FlatParamHandle) -> Iterator[None]:
-    """Let `.grad` be the reduced part inside the block, and stand for what waits again after it."""
+    """Make `.grad` the reduced part inside the block; PendingGradients are back after it."""
     is_shown = bool(handle.grads.marks)
     settle_pending(handle)
     try:
@@ -113,17 +113,17 @@ def settled(handle: FlatParamHandle) -> Iterator[None]:
 
 
 def drop_pending(handle: FlatParamHandle) -> None:
-    """Drop all that waits; `.grad` is what was reduced before."""
+    """Drop all waiting gradients; `.grad` keeps the part that was reduced before."""
     settle_pending(handle)
     with torch.no_grad():
         _drop(handle, range(len(handle.entries)))
 
 
 def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:
-    """Return this rank's part of what waits, of each parameter in its dense shape.
+    """Return this rank's waiting gradients, for each parameter in its dense shape.
 
-    That is the sum of its own gradients; of those whose all-reduce was put off, the mean over the
-    shard group. One all-gather where there are such.
+    Each is the sum of the rank's own gradients; for gradients whose all-reduce was postponed, the
+    mean over the shard group, which costs one all-gather.
     """
     grads, group = handle.grads, handle.shard_group
     found: list[Tensor | None] = []
@@ -168,7 +168,7 @@ def _flat_spec(handle: FlatParamHandle) -> ShardSpec:
 
 
 def check_can_show_flat(handle: FlatParamHandle) -> None:
-    """Check that one parameter can stand for all; changes nothing."""
+    """Check that one flat parameter can replace the originals; changes nothing."""
     _flat_spec(handle)
     frozen = [str(e.label) for e in handle.entries if not e.sharded.requires_grad]
     if frozen and len(frozen) < len(handle.entries):
@@ -229,7 +229,7 @@ def show_flat(handle: FlatParamHandle) -> None:
         shown.index_slots()
     if shown.is_unsharded and flat.unsharded is None:
         params = handle.full.params
-        # Under the version counter of the first parameter, which then tells of edits.
+        # Under the version counter of the first parameter, which then shows edits.
         full = params.views[0].as_strided((handle.layout.end,), (1,), 0)
         noted = flat.label, params.aliases, 0
         flat.unsharded = UnshardedParameter(full, handle.requires_grad, noted)
@@ -254,14 +254,14 @@ def show_originals(handle: FlatParamHandle) -> None:
 
 
 def check_requires_grad(handle: FlatParamHandle) -> None:
-    """Check that what a scope's body froze or unfroze can be one flat parameter again."""
+    """Check that flags set in a scope's body still allow one flat parameter."""
     if handle.shown.scope is not None:
         flags = [param.requires_grad for param in handle.shown.scope.params]
         check_flags(handle.shown, flags, handle.name, "inside unshard_params")
 
 
 def keep_requires_grad(handle: FlatParamHandle) -> None:
-    """Take over what a scope's body did with `requires_grad_`, as if it were done outside."""
+    """Adopt the `requires_grad` flags that a scope's body set, as if set outside."""
     shown = handle.shown
     flags = () if shown.scope is None else [p.requires_grad for p in shown.scope.params]
     if not shown.shows_flat or len(set(flags)) == 1:
@@ -277,7 +277,7 @@ def has_gradients(handle: FlatParamHandle) -> list[bool]:
     if handle.shown.shows_flat and handle.shown.flat is not None:
         flat = handle.shown.flat
         is_there, used = reduced_gradient(flat.sharded) is not None, flat.used
-        # Set by the user, if no backward has set it: then it is one for all.
+        # If no backward set it, the user did, and it counts for all parameters.
         return [is_there and (is_used or not any(used)) for is_used in used]
     return [reduced_gradient(entry.sharded) is not None for entry in handle.entries]
 
@@ -293,9 +293,9 @@ def gradient_shard(handle: FlatParamHandle) -> Tensor:
 
 
 def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -> None:
-    """Write sharded gradients, shape `(layout.shard_numel,)`, where there are some already.
+    """Overwrite the sharded gradients that exist, from shape `(layout.shard_numel,)`.
 
-    In either form; those that are `dropped` are set to None instead.
+    Works in either form; gradients that are `dropped` are set to None instead.
     """
     flat = handle.shown.flat
     if handle.shown.shows_flat and flat is not None:
@@ -317,7 +317,7 @@ def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -
 
 
 def write_unsharded_gradients(handle: FlatParamHandle) -> None:
-    """Move `.grad` of unsharded parameters to the sharded ones, where there is one; drop others."""
+    """Move `.grad` of unsharded parameters into existing sharded gradients; drop the others."""
     shard, existing = gradient_shard(handle), has_gradients(handle)
     for entry, exists in zip(handle.entries, existing, strict=True):
         param = entry.unsharded

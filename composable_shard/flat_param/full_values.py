@@ -1,12 +1,12 @@
 """`FullValues`: the unsharded buffer of a flat parameter, and which values it holds.
 
 [Note: Locked versions]
-What autograd saved of the unsharded parameters must not be read while the values are not there, or
-not there yet. So they have the version `LOCKED` from when values are freed or overwritten until
-`wait` finds them there again, and autograd, which compares versions, raises instead of reading.
-`wait` restores the versions of the values if these are the same as before, and gives new ones if
-shards were written meanwhile: graphs of the former values raise, as they do in a plain model. A
-write to shards that are part of the buffer locks it.
+Tensors that autograd saved of the unsharded parameters must not be read while the values are
+missing. So the parameters have the version `LOCKED` from when their values are freed or overwritten
+until `wait` has them again. Autograd compares versions, and raises instead of reading. `wait`
+restores the versions of the values if these are the same as before, and gives new ones if shards
+were written meanwhile: graphs of the former values raise, as they do in a plain model. A write to
+shards that are part of the buffer locks it.
 
 [Note: Kept buffers]
 Where the strategy keeps parameters unsharded, and where one rank holds them all, the unsharded
@@ -14,14 +14,14 @@ buffer is never freed, and this rank's part of it is the local shard. The optimi
 and the next forward that finds `guard.num_writes` changed gathers the other ranks' parts in place.
 
 [Note: Graphs of gradients]
-The graph that a backward makes with create_graph reads full values too, and nothing tells when: its
-nodes are nobody's output. So the values stay until the shards are written, or until `reshard`: then
-reads raise. What stays only for a graph counts as freed, and the next use gathers it again.
+The graph that a backward makes with create_graph reads full values too, and no hook shows when, as
+its nodes are no outputs. So the values stay until the shards are written, or until `reshard`: then
+reads raise. Values that stay only for a graph count as freed, and the next use gathers them.
 
 [Note: Small group]
-Between forward and backward a rank may keep more than its shard and less than everything: the ranks
-of the shard group are divided into groups of consecutive ones, each of which holds all values once.
-The backward gathers over such a small group, of ranks that are near each other.
+Between forward and backward a rank may keep more than its shard and less than everything: the shard
+group is divided into groups of consecutive ranks, and each group holds all values once. The
+backward gathers inside this small group of neighbouring ranks.
 
 [Note: Main and compute dtype]
 A unit may compute in another dtype than that of its shards, the main dtype. A gather then casts the
@@ -72,7 +72,7 @@ class FullState(Enum):
     PARTIAL = "no full values; this rank keeps its part for a small group"
     HOLDS_GRADIENTS = "gradients in the place of values, or terms of a reduction"
 
-    __hash__ = object.__hash__  # that of Enum is a call into Python
+    __hash__ = object.__hash__  # Enum's own is a slow Python function
 
 
 FREED, GATHERING, CURRENT, STALE, PARTIAL, HOLDS_GRADIENTS = FullState
@@ -92,21 +92,21 @@ class FullValues:
     """The unsharded buffer, its state, and the parameters that are views of it.
 
     Args:
-        shard: What is gathered.
+        shard: The shard to gather.
         buffer: Shape `(layout.padded_numel,)`.
-        output: An alias of it with a version counter of its own, [Note: Storage and autograd].
-        own_part: Shape `(layout.shard_numel,)`, this rank's part of the alias.
+        output: An alias of `buffer` with its own version counter, [Note: Storage and autograd].
+        own_part: Shape `(layout.shard_numel,)`, this rank's part of `output`.
         is_kept: The buffer is never freed, see [Note: Kept buffers].
 
     Attributes:
-        label: The unit's, for messages.
+        label: Label of the unit, for messages.
         state: What the buffer holds; `move` alone changes it.
-        writes: guard.num_writes of the shard when the buffer was filled, -1: it is not.
-        is_cast: The buffer is not the shards as they are, [Note: Main and compute dtype].
+        writes: guard.num_writes of the shard when the buffer was filled; -1: not filled.
+        is_cast: A gather casts the shards' values, [Note: Main and compute dtype].
         has_separate_shard: The local shard is never part of the buffer.
         is_whole: The local shard is the buffer, so that nothing needs to be filled.
         small_group: The ranks that hold all values once between forward and backward, if any.
-        claims: Who needs the full values: units in forward, and `unshard` calls.
+        claims: Users of the full values: units in forward, and `unshard` calls.
         params: The parameters that are views of the buffer.
         serves_graphs: A graph may read the values later, see [Note: Graphs of gradients].
     """
@@ -139,7 +139,7 @@ class FullValues:
         self.serves_graphs = False
         self._written_back = -1  # guard.num_writes after the last writeback by hand
         self._gather: Waitable | None = None  # while GATHERING
-        self._all_gather: AllGather | None = None  # into `output`, made ready by the first one
+        self._all_gather: AllGather | None = None  # into `output`; made by the first gather
         # While PARTIAL: (padded_numel / small_group.size,), and guard.num_writes when it was filled
         self._part: tuple[Tensor, int] | None = None
 
@@ -153,13 +153,13 @@ class FullValues:
         self.state = state
 
     def take_over(self, other: FullValues) -> None:
-        """Take over what is known of the full values that these replace."""
+        """Take over name, claims and small group of the full values that these replace."""
         self.label, self.claims = other.label, other.claims
         self.small_group = other.small_group
 
     @property
     def is_current(self) -> bool:
-        """Whether the buffer holds what the shards hold now, or a gather brings it."""
+        """Whether the buffer has the shards' current values, or a gather brings them."""
         return self.writes == self.shard.guard.num_writes and self.state is not STALE
 
     @property
@@ -176,7 +176,7 @@ class FullValues:
         self.claims.discard(owner)
 
     def set_small_group(self, group: SmallGroup | None) -> None:
-        """Choose what `free(keeps_part=True)` keeps a part for, see [Note: Small group]."""
+        """Set the group for which `free(keeps_part=True)` keeps a part, see [Note: Small group]."""
         self.small_group = group
 
     # Graphs of gradients
@@ -188,7 +188,7 @@ class FullValues:
             _watch_writes(self)
 
     def end_graphs(self) -> None:
-        """Keep the values for no graph any more: what graphs have saved of them is refused."""
+        """Stop keeping the values for graphs; a graph that still reads them raises."""
         if self.serves_graphs:
             self.serves_graphs = False
             self.params.expire()
@@ -198,7 +198,7 @@ class FullValues:
     def gather(self, streams: Streams | None, when: str) -> None:
         """Start filling the buffer from the shards, after any gather that is in flight.
 
-        As `FlatParamHandle.unshard` says; if it fails, the values are freed.
+        See `FlatParamHandle.unshard`. If the gather fails, the values are freed.
         """
         if self.state is GATHERING:
             self.wait()
@@ -226,7 +226,7 @@ class FullValues:
             self.wait()
 
     def _issue(self, streams: Streams | None, when: str) -> Waitable | None:
-        if streams is None or not self.is_sharded:  # the shard is all
+        if streams is None or not self.is_sharded:  # the shard holds all values
             self.shard.fill(self.own_part)
             return None
         stream = streams.unshard_stream
@@ -276,7 +276,7 @@ class FullValues:
         writes = self.shard.guard.num_writes if self.is_whole else self.writes
         params = self.params
         if not params.is_locked or self.state is not CURRENT or writes == -1:
-            return  # -1: what was in flight has expired, and nobody reads it
+            return  # -1: `expire` came while the gather ran, so its values are stale
         params.aliases.overwritten = None
         if params.version_writes != writes:
             if params.version_writes != -1:
@@ -292,7 +292,7 @@ class FullValues:
         if gather is not None:
             collectives.abandon(gather)
         elif self.is_sharded:
-            collectives.settle(self.shard.shard_group.group)  # one that nobody knows, perhaps
+            collectives.settle(self.shard.shard_group.group)  # an interrupt may have lost one
         if streams is not None:
             torch.accelerator.current_stream().wait_stream(streams.unshard_stream)
         self._gather = self._part = None
@@ -301,8 +301,8 @@ class FullValues:
     def free(self, *, keeps_part: bool = False) -> None:
         """Free the values, after waiting for a gather in flight; a kept buffer stays as it is.
 
-        Gradients in the place of values stay, until `end_gradients`, and what a graph may read.
-        With `keeps_part` so does this rank's part in the small group, if there is one.
+        Gradients in the place of values stay until `end_gradients`; values that a graph may read
+        stay too. With `keeps_part` this rank's part in the small group stays, if there is one.
         """
         part, writes = None, self.shard.guard.num_writes
         if keeps_part and self.small_group and self.state is CURRENT and self.is_current:
@@ -314,8 +314,8 @@ class FullValues:
         if not self.is_sharded or self.state is FREED or self.state is HOLDS_GRADIENTS:
             return
         if self.state is GATHERING or self.serves_graphs:
-            # The backend still writes into the storage. An error is not ours to raise here: nobody
-            # wants the values, and an earlier error may be why.
+            # The backend still writes into the storage. Ignore errors: the values are not needed,
+            # and an earlier error may be the cause.
             with suppress(RuntimeError):
                 self.wait()
         if self.is_kept:
@@ -330,8 +330,8 @@ class FullValues:
 
     def _forget(self, state: FullState = FREED) -> None:
         """Free the memory, unless the buffer is a kept one."""
-        self.writes = -1  # first, and the state last: half of it counts as stale values
-        self.params.is_locked = True  # as `lock` does, without a call in each step
+        self.writes = -1  # first, and `state` last: an interrupt in between leaves stale values
+        self.params.is_locked = True  # `lock` inlined, to save a call in each step
         set_versions(self.params.watched, self.params.locked)
         if not self.is_kept:
             free_storage(self.buffer, refuses_reads=True)
@@ -339,7 +339,7 @@ class FullValues:
             self.move(state)
 
     def expire(self) -> None:
-        """Note that shards may have been written where this rank can't see it."""
+        """Mark the values as stale: other ranks may have written their shards."""
         if not self.is_sharded:
             return
         if self.state is CURRENT:
@@ -351,7 +351,7 @@ class FullValues:
 
     @property
     def can_write_back(self) -> bool:
-        """Whether no shard was written since the gather, but by `write_back`."""
+        """Whether no shard was written since the gather, except by `write_back`."""
         return self.is_whole or self.shard.guard.num_writes in (self.writes, self._written_back)
 
     def write_back(self) -> None:
@@ -367,14 +367,14 @@ class FullValues:
     def hold_gradients(self, *, are_packed: bool) -> None:
         """Note that gradients take the place of the values, see [Note: Packing in place].
 
-        Packed ones were written through the parameters, whose versions have changed.
+        Packed gradients were written through the parameters, which changed their versions.
         """
         if self.state is not HOLDS_GRADIENTS:
             self.move(HOLDS_GRADIENTS)
         self.writes = -1
         self._part = None
         if are_packed:
-            self.params.is_locked = True  # one by one: backward still reads the others
+            self.params.is_locked = True  # one by one: backward still reads other values
         else:
             self.params.lock()
 
@@ -392,7 +392,7 @@ def _watch_writes(full: FullValues) -> None:
 
 
 def _note_write(full_ref: weakref.ref[FullValues]) -> None:
-    """End the graphs that read what is about to be written; the values are of no use then."""
+    """Before a write: end graphs that read the values; free the values if no claim is left."""
     full = full_ref()
     if full is None:
         return

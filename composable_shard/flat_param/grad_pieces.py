@@ -6,8 +6,8 @@ parameter has run, so the gradient may take the place of the value: the unsharde
 just the right layout, and the backward of a unit then needs no second buffer. Where a later use
 is possible (create_graph, a backward nested in a backward, a forward that still runs or that no
 hooks have seen, a detached alias, a graph recorded while the parameter was frozen), the gradients
-are packed into a buffer of their own. The write changes the parameter's version counter, so what
-the last resort misses raises in autograd; the next gather restores the counters.
+are packed into a buffer of their own. The write changes the parameter's version counter, so a late
+read that this rule misses raises in autograd; the next gather restores the counters.
 
 [Note: Persistent gradients]
 Under `SHARD_OPTIM`, and where each rank holds the whole parameter, the buffer stays from the
@@ -15,8 +15,8 @@ first backward on. Gradients of microbatches that are not reduced add up in it, 
 place, and the published `.grad`s are views of the result: a step allocates nothing. A round
 that begins while they are still set moves them out first.
 
-Somebody may hold gradients of an earlier step, to compare them for example. Then other tensors than
-ours share the buffer's storage; it is left to them, and another one is made.
+A user may hold gradients of an earlier step, to compare them for example. Then tensors of the user
+share the buffer's storage; it is left to them, and a new buffer is made.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from composable_shard.torch_private import (
 
 
 class GradPieces:
-    """Cuts a gradient shard into those of the parameters, each a view.
+    """Splits a gradient shard into the parameters' gradients, each a view.
 
     Args:
-        layout: The flat parameter's.
-        rank: Whose shard it is.
+        layout: Layout of the flat parameter.
+        rank: The rank that the shard belongs to.
     """
 
     def __init__(self, layout: FlatLayout, rank: int) -> None:
@@ -62,7 +62,7 @@ class GradPieces:
 
     def split(self, shard: Tensor) -> list[Tensor]:
         """Return the parameters' parts of a shard of shape `(layout.shard_numel,)`."""
-        parts = shard.unsafe_split_with_sizes(self._sizes)  # which don't hold the shard itself
+        parts = shard.unsafe_split_with_sizes(self._sizes)  # views that don't keep the shard itself
         return [parts[index] for index in self._indices]
 
 
@@ -71,7 +71,7 @@ def wrap_all(
 ) -> list[FlatShard | None]:
     """Return shards of these specs; None for no tensor, and for a parameter of another owner.
 
-    As `wrap` does, of tensors of one dtype and device: each call and question takes its time.
+    Like `wrap`, but for tensors of one dtype and device, which saves calls.
     """
     first = next((each for each in locals_ if each is not None), None)
     kind = () if first is None else (first.dtype, torch.strided, first.device)
@@ -90,10 +90,10 @@ def set_gradients(
     shards: Sequence[FlatShard | None],
     used: Sequence[bool],
 ) -> None:
-    """Set the gradients of sharded parameters that were used, or add to those they have.
+    """Set, or add to, the gradients of the sharded parameters that were used.
 
     Raises:
-        RuntimeError: If one that a parameter has is not a shard like the parameter.
+        RuntimeError: If a parameter's `.grad` is not a shard like the parameter.
     """
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
         for entry, shard, is_used in zip(entries, shards, used, strict=True):
@@ -131,11 +131,11 @@ class AwaitedGradients:
         self._num_awaited = num_params
 
     def count(self, index: int) -> bool:
-        """Count an accumulated gradient; return whether it was the last that was awaited."""
+        """Count an accumulated gradient; return whether it was the last one awaited."""
         if not self._is_awaited[index]:
             return False
-        # Once each: a backward nested in another, as reentrant checkpointing runs it, may
-        # accumulate the gradient of one parameter again before that of another has come.
+        # Count each once: a nested backward (reentrant checkpointing) may accumulate one
+        # parameter's gradient twice before another's has arrived.
         self._is_awaited[index] = False
         self._num_awaited -= 1
         if self._num_awaited:
@@ -144,7 +144,7 @@ class AwaitedGradients:
         return True
 
     def reset(self) -> None:
-        """Start counting anew, for the next backward."""
+        """Restart the count, for the next backward."""
         if self._num_awaited == len(self._is_awaited):
             return
         self._num_awaited = len(self._is_awaited)
@@ -177,16 +177,16 @@ def move_shard(shard: Tensor, old: FlatLayout, new: FlatLayout, rank: int) -> Te
 
 @dataclass(frozen=True)
 class Packing:
-    """How gradients are packed, which is known once there are buffers for them.
+    """How gradients are packed; known once they have buffers.
 
     Attributes:
-        places: Those of the values, in dense shapes, under the versions of the parameters.
+        places: Places of the values, in dense shapes, under the parameters' version counters.
         is_plain: Gradients are packed as they come: none is a DTensor, nothing is frozen.
-        may_share: They may take the places of the values, see [Note: Packing in place].
-        is_cast: They are packed in another dtype than the values'.
-        scale: What they are multiplied with while they are packed.
-        factor: The same in 0 dimensions, None for 1.
-        num_terms: How many shards' memory their reduction needs.
+        may_share: Gradients may overwrite the values, see [Note: Packing in place].
+        is_cast: Gradients are packed in a dtype that differs from the values'.
+        scale: Factor by which gradients are multiplied when they are packed.
+        factor: `scale` as a 0-d tensor; None if scale is 1.
+        num_terms: Scratch memory that the reduction needs, in shards.
     """
 
     places: list[Tensor]
@@ -199,12 +199,12 @@ class Packing:
 
 
 class OwnBuffer:
-    """Where gradients are packed that are not packed in place, and where persistent results are.
+    """Memory for gradients that are not packed in place, and for persistent results.
 
     Attributes:
         buffer: Shape `(padded_numel,)`; storage size 0 unless a round needs it.
-        views: The places of the parameters, in their dense shapes; nothing for those without. Made
-            when they are first needed: where gradients take the place of values they never are.
+        views: Places of the parameters, in their dense shapes; empty for parameters without a
+            place. Made when first needed: never, if all gradients are packed in place.
         part: Shape `(shard_numel,)`: this rank's part, where a reduction ends in place; else None.
         result: Shape `(shard_numel,)`: persistent memory of the main dtype, where it is needed.
     """
@@ -213,10 +213,10 @@ class OwnBuffer:
         self.buffer = self.result = torch.empty(0)
         self.views: list[Tensor] = []
         self.part: Tensor | None = None
-        self._num_uses = 0  # of the buffer's storage, by what is here
+        self._num_uses = 0  # uses of the buffer's storage by this object
 
     def replace(self, buffer: Tensor, part: tuple[int, int] | None) -> None:
-        """Take a buffer.
+        """Replace the buffer.
 
         Args:
             buffer: With memory, of shape `(layout.padded_numel,)`.
@@ -239,9 +239,9 @@ class OwnBuffer:
         return self.views
 
     def is_lost(self, params: Sequence[FlatShard]) -> bool:
-        """Move results out of persistent memory; return whether somebody else holds the buffer.
+        """Move results out of persistent memory; return whether a user still holds the buffer.
 
-        Then replace it. `result` is replaced here.
+        If so, the caller must replace the buffer. `result` is replaced here.
         """
         is_cast = self.result.numel() > 0
         memory = self.result if is_cast else self.buffer
@@ -253,7 +253,7 @@ class OwnBuffer:
         return not is_cast
 
     def result_of(self, numel: int) -> Tensor:
-        """Return `result`, and make it first where it was never used."""
+        """Return `result`; allocate it at the first use."""
         if not self.result.numel():
             self.result = self.result.new_empty(numel)
         return self.result
@@ -275,19 +275,19 @@ def check_has_place(layout: FlatLayout, index: int, entry: ParamEntry) -> None:
 def packing_scale(
     group: ShardGroup, reduce_dtype: torch.dtype, *, is_cast: bool
 ) -> tuple[float, Tensor]:
-    """Return what gradients are multiplied with while they are packed: 1 / ranks, or 1 for later.
+    """Return the factor for packing gradients: 1 / ranks, or 1 to divide later.
 
-    A sum of fp16 gradients may overflow where their mean does not. Else where it saves a pass: the
-    whole buffer comes back, or sums are taken on the CPU and the division is exact.
+    Divides when packing in fp16, as a sum may overflow where a mean does not, and where that saves
+    a pass: the result is the whole buffer, or the CPU takes the sum and the division is exact.
 
     Args:
         group: The ranks whose gradients are averaged.
-        reduce_dtype: In which they are packed.
-        is_cast: Whether they come in another one.
+        reduce_dtype: Dtype in which gradients are packed.
+        is_cast: Whether gradients arrive in another dtype.
 
     Returns:
-        The scale, and the same as a CPU tensor of 0 dimensions, which kernels take fastest where it
-        needs no conversion.
+        The scale as a number and as a 0-d CPU tensor, in the reduce dtype if that is exact: kernels
+        take it fastest without a conversion.
     """
     is_exact = group.device.type == "cpu" and group.num_ranks & (group.num_ranks - 1) == 0
     is_cheap = not is_cast and (group.size == 1 or is_exact)
@@ -299,7 +299,7 @@ def packing_scale(
 
 
 def note_used(flat: FlatEntry, used: list[bool]) -> list[bool]:
-    """Note which parameters the flat parameter's `.grad` is about to get gradients of.
+    """Note the parameters whose gradients the flat parameter's `.grad` is about to get.
 
     Returns:
         Whether it gets any, as a list for that one parameter.
@@ -321,7 +321,7 @@ def write_gradient(view: Tensor, gradient: Tensor, factor: Tensor | None) -> Non
 
 
 def move_out_gradients(params: Sequence[FlatShard], memory: Tensor) -> None:
-    """Give gradients of sharded parameters that are views of `memory` memory of their own."""
+    """Copy gradients of sharded parameters that are views of `memory` into new memory."""
     storage = storage_of(memory)
     for param in params:
         grad = param.grad

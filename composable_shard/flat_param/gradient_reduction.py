@@ -4,8 +4,8 @@
 Gradients are averaged over all data-parallel ranks, whatever the strategy and the mesh. Where the
 flat parameter is sharded, a reduce-scatter leaves each rank the sum over its shard group; where
 shards have copies, an all-reduce of the shard adds the other copies' sums. The second stage needs
-only the shard, so the buffer is free for other use as soon as the first is done. It may be put off:
-reduce-scattered shards then add up in `partial` until a reduction that has both stages.
+only the shard, so the buffer is free for other use as soon as the first is done. It may be
+postponed: reduce-scattered shards then add up in `partial` until a reduction with both stages.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _Kind = tuple[torch.dtype, torch.device]
 class ScratchPool:
     """Memory that the reductions of a tree share: only one at a time is in its first stage.
 
-    It is as large as the first reduction or several units need. More than that, for one unit alone,
-    is made anew in each step: mostly for the root, when a step's activations are gone.
+    It is as large as the first reduction, or as two units need. A single unit that needs more,
+    mostly the root, gets new memory in each step, when the step's activations are gone.
     """
 
     def __init__(self) -> None:
@@ -48,10 +48,10 @@ class ScratchPool:
         self._largest: dict[_Kind, int] = {}  # storage of the one unit's buffer that needs more
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """Return memory of shape `(numel,)`; what was taken before may be the same.
+        """Return memory of shape `(numel,)`; it may be the memory returned before.
 
         Args:
-            numel: Its elements.
+            numel: Number of elements.
             like: The buffer that is reduced.
         """
         key = like.dtype, like.device
@@ -70,14 +70,14 @@ class FlatReduction:
     """The reduction of one flat gradient, see [Note: Two stages].
 
     Attributes:
-        shard_group: The ranks that share the flat parameter, and those that hold copies.
-        label: The unit's, for messages.
-        divide_factor: What the sum over all data-parallel ranks is divided by; None: their number.
-        main_dtype: Of `partial`, and of results that need no further reduction.
-        output_dtype: In which what ranks sent is added up.
+        shard_group: The ranks that share the flat parameter, and the ranks that hold copies.
+        label: Label of the unit, for messages.
+        divide_factor: Divisor of the sum over all data-parallel ranks; None: their number.
+        main_dtype: Dtype of `partial`, and of results that need no further reduction.
+        output_dtype: Dtype in which the ranks' terms are added up.
         own_numel: Elements of this rank's shard.
-        output: Shape `(shard_numel,)`: that of the reduction in flight, None where there is none.
-        partial: Shape `(shard_numel,)`: reduce-scattered gradients whose second stage was put off.
+        output: Shape `(shard_numel,)`: output of the reduction in flight; None without one.
+        partial: Shape `(shard_numel,)`: reduce-scattered gradients whose second stage is postponed.
     """
 
     def __init__(self, shard_group: ShardGroup, layout: FlatLayout) -> None:
@@ -92,14 +92,14 @@ class FlatReduction:
         self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
         self.partial: Tensor | None = None
         self._reduce_scatter: ReduceScatter | None = None  # where there is a first stage
-        self._scatter: PendingReduction | None = None  # that, in flight
-        self._all_reduce: Waitable | None = None  # the second
+        self._scatter: PendingReduction | None = None  # the first stage, in flight
+        self._all_reduce: Waitable | None = None  # the second stage, in flight
         self.output: Tensor | None = None
-        self._num_terms = 0  # shards' memory for the second, where it is the only one
-        self._scale = 1.0  # of the output, where there is no first stage
+        self._num_terms = 0  # scratch of a second stage without a first, in shards
+        self._scale = 1.0  # of the output, without a first stage
         self._is_deferred = False
-        # On a side stream: where the buffer is free again, where the result is there, and what the
-        # stream reads until then.
+        # On a side stream: the points at which the buffer is free and the result complete, and the
+        # memory that the stream reads until then.
         self._reduce_stream: torch.Stream | None = None
         self._buffer_read: StreamPoint | None = None
         self._done: StreamPoint | None = None
@@ -108,10 +108,10 @@ class FlatReduction:
     def bind(
         self, reduce_dtype: torch.dtype, main_dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Get ready for buffers of this dtype and device, which need not be the mesh's.
+        """Prepare for buffers of this dtype and device, which need not be the mesh's.
 
-        The second stage travels in the dtype of the first. A main dtype that is narrower than that
-        of the gradients on the way is for the result, which is rounded to it once.
+        The second stage travels in the dtype of the first. If the main dtype is narrower than the
+        reduce dtype, only the result is rounded to it, once.
         """
         group, self.main_dtype = self.shard_group, main_dtype
         is_wider = not group.replicate_groups and reduce_dtype != main_dtype
@@ -126,7 +126,7 @@ class FlatReduction:
             self._num_terms = scratch_parts(group.replicate_groups[0], device)
 
     def scratch_parts(self, *, in_place: bool) -> int:
-        """Return how many shards' memory the collectives need beside a buffer, as `ReduceScatter`.
+        """Return the collectives' scratch memory beside a buffer, in shards, as `ReduceScatter`.
 
         Args:
             in_place: Whether the output is this rank's part of the buffer.
@@ -145,15 +145,15 @@ class FlatReduction:
         return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
     def take_options(self, other: FlatReduction) -> None:
-        """Take over what users set on another reduction."""
+        """Take over the users' settings of another reduction."""
         self.divide_factor, self._hook = other.divide_factor, other._hook
 
     def set_divide_factor(self, factor: float | None) -> None:
-        """Choose what the sum over all data-parallel ranks is divided by; None: their number."""
+        """Set the divisor of the sum over all data-parallel ranks; None: their number."""
         self.divide_factor = factor
 
     def set_hook(self, hook: CommHook | None, state: object) -> None:
-        """Let a hook do what the collectives do from now on, or no more; [Note: Comm hooks]."""
+        """Make a hook replace the collectives from now on; None: use them. [Note: Comm hooks]"""
         self._hook = None if hook is None else (hook, state)
 
     def start(
@@ -170,12 +170,12 @@ class FlatReduction:
 
         Args:
             buffer: Shape `(padded_numel,)`, packed on the current stream.
-            scratch: What `scratch_parts` asks for, None where a comm hook reduces.
+            scratch: Memory of the size in `scratch_parts`; None if a comm hook reduces.
             streams: The side streams of an accelerator.
             output: Shape `(shard_numel,)`, where the result goes: this rank's part of `buffer`, or
                 memory of the main dtype. None for new memory.
-            prescale: What the gradients were multiplied with already.
-            is_deferred: Whether to put the second stage off.
+            prescale: Factor by which the gradients were multiplied already.
+            is_deferred: Whether to postpone the second stage.
         """
         scale = 1.0 / (self.divide_factor or self._num_ranks) / prescale
         self._is_deferred = is_deferred
@@ -202,7 +202,7 @@ class FlatReduction:
     ) -> Tensor:
         group = self.shard_group
         if self._hook is not None:
-            # Nothing was packed there, and a hook may take blocks of elements together.
+            # The padding was not packed, but a hook may quantise it with its neighbours.
             for start, end in self._layout.padding_ranges():
                 buffer[start:end].zero_()
         if output is None:
@@ -251,7 +251,7 @@ class FlatReduction:
         return call_hook(*self._hook, stage)
 
     def advance(self) -> None:
-        """Wait until the buffer is not needed any more; start the second stage, if any.
+        """Wait until the buffer is free; start the second stage, if any.
 
         Without a first stage the buffer is needed until `finish`, but scratch memory is not. On a
         side stream the second stage has been started.
@@ -270,7 +270,7 @@ class FlatReduction:
         if self._scatter is None:
             return None
         output = self._scatter.finish()
-        self._scatter = None  # last: an interrupted one is abandoned before memory is given back
+        self._scatter = None  # last: an interrupted one is abandoned before memory is freed
         return output
 
     def _begin_second_stage(self, output: Tensor) -> None:
@@ -289,29 +289,29 @@ class FlatReduction:
             output.mul_(self._scale)
 
     def finish(self) -> Tensor | None:
-        """Wait for all stages; return the result, or None where the second was put off."""
+        """Wait for all stages; return the result, or None if the second was postponed."""
         output, self.output = self.output, None
         if output is None:
             return None
         if self._done is None and self._scatter and not self.shard_group.replicate_groups:
-            self._end_first_stage()  # the only one
+            self._end_first_stage()  # the only stage
         elif self._done is None:
             self.advance()
             self._end(output)
         else:
-            # The buffers may be used anew by the current stream once this has passed.
+            # After this wait the current stream may reuse the buffers.
             self._done.wait()
             self._done = self._buffer_read = None
             self._read = ()
         if not self._is_deferred:
             return output
-        # Accumulated in the main dtype, whatever the way's.
+        # Accumulate in the main dtype, whatever dtype travelled.
         output = output.to(self.main_dtype)
         self.partial = output if self.partial is None else self.partial.add_(output)
         return None
 
     def drop(self) -> None:
-        """Forget what is in flight or was put off, once the backend uses the buffers no more."""
+        """Forget reductions in flight or postponed, once the backend no longer uses the buffers."""
         if self._scatter is not None:
             self._scatter.abandon()
         if self._all_reduce is not None:
@@ -319,9 +319,9 @@ class FlatReduction:
         self._scatter = self._all_reduce = None
         group = self.shard_group
         for each in (*(group.group,) * (group.size > 1), *group.replicate_groups):
-            collectives.settle(each)  # what an interrupt may have lost
+            collectives.settle(each)  # an interrupt may have lost a collective
         if self._reduce_stream is not None:
-            # It may read buffers that are about to be used anew.
+            # The stream may read buffers that are about to be reused.
             torch.accelerator.current_stream().wait_stream(self._reduce_stream)
         self._done = self._buffer_read = None
         self._read = ()

@@ -53,25 +53,25 @@ class FlatGradients:
     it. A second round in the same backward (a gradient that arrives late) adds to `reduced` too.
 
     [Note: Packing in place] and [Note: Persistent gradients] say which buffer that is. Gradients
-    that a backward does not reduce are packed too: the round stays open until one does. What is
-    packed or in `reduction.partial` at rest is all that waits, [Note: Pending gradients].
+    that a backward does not reduce are packed too: the round stays open until one does. At rest all
+    waiting gradients are packed or in `reduction.partial`, [Note: Pending gradients].
 
     Attributes:
-        arrived: Which parameters' gradients are in the buffer.
-        was_used: Which got one in earlier rounds since the last `publish`.
-        views: Those of the round, by parameter in its dense shape; None between rounds.
+        arrived: For each parameter, whether its gradient is in the buffer.
+        was_used: Whether it got a gradient in an earlier round since the last `publish`.
+        views: Places in the round's buffer, in dense shapes; None between rounds.
         reduced: Shape `(layout.shard_numel,)`, or None before the first `finish`.
         reduction: Reduces the buffer.
-        is_persistent: See [Note: Persistent gradients].
+        is_persistent: The buffer stays, see [Note: Persistent gradients].
         is_direct: Gradients go into the open round as they arrive, see `take_directly`.
         is_unsynced: Gradients were left to a later reduction, and perhaps dropped on some ranks.
         has_graph: Gradients came with a graph (create_graph), which is not kept.
-        marks: Parameters whose `.grad` stands for what waits; positions of those it is about.
+        marks: (parameter, indices) pairs whose `.grad` is a PendingGradient.
         awaited: Counts the parameters whose gradient this backward has accumulated.
-        packing: How gradients are packed; None where there are no buffers for them.
-        layout: That of the parameters, in which those that are frozen may have no elements.
+        packing: How gradients are packed; None without buffers for them.
+        layout: The parameters' layout, in which frozen ones may have no elements.
         pieces: Cuts the reduced shard into the parameters' gradients.
-        host: Where gradients are offloaded.
+        host: Host memory for offloaded gradients; None if they are not offloaded.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class FlatGradients:
         is_persistent: bool,
     ) -> None:
         self._shown = shown
-        self._full: FullValues | None = None  # whose buffer is used, once there are own ones
+        self._full: FullValues | None = None  # its buffer may be used too; None before `bind`
         self.reduction = FlatReduction(shard_group, layout)
         self.is_persistent = is_persistent
         self.layout = layout
@@ -106,14 +106,14 @@ class FlatGradients:
         is_pinned: bool,
         before: FlatGradients,
     ) -> None:
-        """Make the own buffer and its views anew; drops what was in flight, casts what waits.
+        """Replace the own buffer and its views; drop reductions in flight, cast waiting gradients.
 
-        Gradients wait in `before`: in this object, or in that of another layout.
+        Waiting gradients come from `before`: this object, or the object of another layout.
         """
         views, arrived, was_used = before.views, before.arrived, before.was_used
         layouts, old = (before.layout, self.layout), before.packing
         shards = before.reduction.partial, before.reduced
-        self._own = OwnBuffer()  # the old one may hold what waits
+        self._own = OwnBuffer()  # the old one may hold pending gradients; don't reuse it
         self._forget()
         group, self._full = self.reduction.shard_group, full
         values, main_dtype, copies = full.output, full.shard.values.dtype, full.shard.copies
@@ -124,8 +124,8 @@ class FlatGradients:
         self._own.result = values.new_empty(0, dtype=main_dtype)
         self.reduction.bind(reduce_dtype, main_dtype, values.device)
         is_whole, is_cast = self.layout == full.shard.layout, reduce_dtype != values.dtype
-        # Cast later it is the same: a wider dtype has all values of the gradients'. What a class
-        # of parameters encodes is bytes, in which no gradient has a place.
+        # Casting after packing gives the same values if the reduce dtype is wider. Parameters that
+        # their class encodes are bytes, in which no gradient has a place.
         is_wider = torch.promote_types(values.dtype, reduce_dtype) == reduce_dtype
         may_share = is_whole and (not is_cast or (values.is_floating_point() and is_wider))
         self._make_own(values.new_empty(self.layout.padded_numel, dtype=reduce_dtype))
@@ -158,7 +158,7 @@ class FlatGradients:
         free_storage(buffer)
 
     def release(self) -> None:
-        """Give up the buffers, of parameters that are frozen now; published gradients stay."""
+        """Free the buffers, as all parameters are frozen; published gradients stay."""
         self._forget()
         self._own, self._full, self.packing = OwnBuffer(), None, None
 
@@ -231,7 +231,7 @@ class FlatGradients:
             self.arrived[index] = True
 
     def take_directly(self, flag: bool) -> None:
-        """Choose whether gradients go into the open round unseen by the runtime, until it ends."""
+        """Choose whether gradients go into the open round without a call of the runtime."""
         packing = self.packing
         is_plain = packing is not None and packing.is_plain
         self.is_direct = flag and self.views is not None and is_plain
@@ -251,10 +251,10 @@ class FlatGradients:
         return True
 
     def pack_rest(self, *, may_overwrite: bool) -> None:
-        """Pack what is not packed yet, of earlier microbatches; raise if hooks edited values."""
-        is_held = self._full is not None and bool(self._full.claims)  # users set gradients then
+        """Pack gradients left unpacked by earlier microbatches; raise if hooks edited values."""
+        is_held = self._full is not None and bool(self._full.claims)  # users may set gradients then
         if is_held or not all(self.arrived):
-            with torch.no_grad():  # those of create_graph have a graph, the buffer has none
+            with torch.no_grad():  # gradients of create_graph have a graph, the buffer has none
                 for index in range(len(self.arrived)):
                     self.pack(index, may_overwrite=may_overwrite)
         full, packing = self._full, self.packing
@@ -267,7 +267,7 @@ class FlatGradients:
                 params.check_overwritten(expected)
 
     def _begin_round(self) -> None:
-        """Let go of memory that a new round is going to use."""
+        """Finish earlier uses of the memory that a new round writes into."""
         if self.reduction.output is not None:
             self.finish()
         if self.is_persistent:
@@ -279,7 +279,7 @@ class FlatGradients:
 
     def _open(self, *, in_place: bool) -> None:
         if self.is_persistent and self.reduced is not None:
-            # An earlier round of this backward left it in the buffer.
+            # An earlier round of this backward left its result in the buffer.
             self.reduced = self.reduced.clone()
         if in_place and self._full is not None and self.packing is not None:
             self._full.hold_gradients(are_packed=True)
@@ -291,7 +291,7 @@ class FlatGradients:
             self.views = own.views or own.make_views(entries, self.layout)
 
     def move_out(self) -> None:
-        """Move gradients packed in place to the own buffer: the values are wanted again."""
+        """Move gradients packed in place to the own buffer: the values are needed again."""
         packing = self.packing
         if packing is not None and self.views is packing.places:
             self._open(in_place=False)
@@ -305,12 +305,12 @@ class FlatGradients:
         keep_unsharded: bool,
         is_deferred: bool,
     ) -> None:
-        """Start reducing the packed gradients, and those kept unsharded by earlier microbatches.
+        """Start reducing the packed gradients, with gradients kept by earlier microbatches.
 
-        A reduce-scatter of `layout.padded_numel` elements over the shard group, and an all-reduce
-        of `layout.shard_numel` over the ranks that hold copies, as far as there are such; on the
-        reduce stream where there are streams. Parameters without a gradient contribute zeros.
-        `is_deferred` puts the all-reduce off; with `keep_unsharded` the full values stay.
+        Issues a reduce-scatter of `layout.padded_numel` elements over the shard group, if it is
+        sharded, and an all-reduce of `layout.shard_numel` over the ranks that hold copies, if any;
+        on the reduce stream if there is one. Parameters without a gradient contribute zeros.
+        `is_deferred` postpones the all-reduce; with `keep_unsharded` the full values stay.
         """
         full, packing = self._full, self.packing
         assert full is not None
@@ -321,7 +321,7 @@ class FlatGradients:
             self._begin_round()
             self._open(in_place=False)
         if not keep_unsharded and full.state is GATHERING:
-            full.wait()  # the backend still writes into what may become scratch
+            full.wait()  # the backend still writes into memory that may become scratch
         if not all(self.arrived):
             for view, has_arrived in zip(self.views or (), self.arrived, strict=True):
                 if not has_arrived:
@@ -346,16 +346,16 @@ class FlatGradients:
         self.close()
 
     def _widen(self, full: FullValues) -> None:
-        """Cast what was packed in place into the own buffer, and free its memory."""
+        """Cast gradients packed in place into the own buffer, and free the values' memory."""
         alloc_storage(self._own.buffer)
         self._own.buffer.copy_(full.output)
         full.end_gradients()
-        self.views = self._own.views  # not those of the values any more
+        self.views = self._own.views  # no longer the places of the values
 
     def _take_scratch(
         self, full: FullValues, packing: Packing, pool: ScratchPool, *, may_share: bool
     ) -> Tensor | None:
-        """Return the one of the two buffers that does not hold the gradients, or other memory."""
+        """Return scratch memory: the buffer that does not hold the gradients, or new memory."""
         if packing.num_terms == 0 or self.reduction.hook_name:
             return None
         numel, own = packing.num_terms * self.reduction.own_numel, self._own.buffer
@@ -365,7 +365,7 @@ class FlatGradients:
         scratch = own if is_in_place else full.output
         may_share = is_in_place or (may_share and not packing.is_cast)
         may_share = may_share and packing.num_terms == self.reduction.shard_group.size
-        if not may_share or numel > scratch.numel():  # as with an uneven shard, and a large one
+        if not may_share or numel > scratch.numel():  # as with a large, uneven shard
             return scratch.new_empty(numel, dtype=own.dtype)
         if not is_in_place:
             full.hold_gradients(are_packed=False)
@@ -395,7 +395,7 @@ class FlatGradients:
     def finish(self) -> None:
         """Wait for the reduction in flight, if any, free the buffers, add to `reduced`.
 
-        Where gradients are offloaded the result goes to the host, beside the rest of the backward.
+        Offloaded gradients are copied to the host while the backward goes on.
         """
         if self.reduction.output is None:
             return
@@ -433,7 +433,7 @@ class FlatGradients:
         if shown.shows_flat and shown.flat is not None:
             used = note_used(shown.flat, used)
         if is_partial:
-            self.was_used = used  # until the all-reduce that was put off
+            self.was_used = used  # until the postponed all-reduce
             return
         reduced, self.reduced = self.reduced, None
         self.was_used = [False] * len(self.was_used)
@@ -447,7 +447,7 @@ class FlatGradients:
             refuse_graphs([each.sharded for each in at_rest], used)
 
     def _ready_pieces(self, *, is_partial: bool) -> Sequence[Tensor | None] | None:
-        """Return the gradients of what is shown at rest, None where `reduced` is to be cut."""
+        """Return the gradients of the parameters at rest; None if `reduced` is to be split."""
         shown, whole = self._shown, self.reduced
         if self.host is not None and not is_partial:
             cut = None if shown.shows_flat else self.pieces.split
@@ -460,7 +460,7 @@ class FlatGradients:
         return [shown.flat.slice_of(whole)]
 
     def drop(self) -> None:
-        """Forget all gradients that are not published, whatever was in flight, after an error."""
+        """Forget all unpublished gradients, also those in flight, after an error."""
         self._forget()
         if self.host is not None:
             self.host.drop()
@@ -478,7 +478,7 @@ class FlatGradients:
         self.free_buffers()
 
     def close(self) -> None:
-        """End the round: what comes next begins a new one."""
+        """End the round; the next gradient begins a new one."""
         self.was_used = self.arrived if all(self.arrived) else self.used
         self.arrived = [False] * len(self.arrived)
         self.views = None
@@ -486,7 +486,7 @@ class FlatGradients:
 
 
 def in_layout(layout: FlatLayout, grads: FlatGradients) -> FlatGradients:
-    """Return gradients of another layout, with what users have set; to be bound to what waits."""
+    """Return an object for another layout with the users' settings; `bind` moves what waits."""
     other = FlatGradients(
         layout, grads.reduction.shard_group, grads._shown, is_persistent=grads.is_persistent
     )

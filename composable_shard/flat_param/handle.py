@@ -56,19 +56,19 @@ class FlatParamHandle(ShardedParams):
 
     At rest it holds this rank's shard. `unshard` gathers the full values into one buffer, and
     `full.free` frees them; `shown` decides which of the two forms the modules show. Gradients are
-    packed one by one into the reduce buffer and reduced together. What involves more than one part
-    is here.
+    packed one by one into the reduce buffer and reduced together. Functions that involve several of
+    these parts are here.
 
     Attributes:
         shard: This rank's part of the values.
         full: The full values: their buffer and its state.
-        shown: What modules show.
+        shown: The parameters that modules show.
         grads: The gradients of a backward.
         guard: Counts the writes to the shard.
         label: The unit's name and number, for messages.
-        layout: Where each parameter lies, and who owns what.
+        layout: The place of each parameter, and the owners of whole ones.
         granularities: How finely each parameter may be cut.
-        shard_group: The ranks that share the flat parameter, and those that hold copies.
+        shard_group: The ranks that share the flat parameter, and the ranks that hold copies.
         strategy: What each rank keeps.
         reshards_after_backward: Whether the end of a backward frees the full values.
         precision: The dtypes that differ from the local shard's.
@@ -76,12 +76,12 @@ class FlatParamHandle(ShardedParams):
         entries: The managed parameters, in order.
         requires_grad: Whether any of the parameters is trainable.
         initial: Checksums of the values that `fully_shard` found, until the ranks are compared.
-        has_fixed_owners: Whether parameters that are owned whole stay where they are for good.
+        has_fixed_owners: Whether the owners of whole parameters are final.
         is_attached: The unsharded parameters and their hooks exist.
-        on_gradient: Called with the gradient of each, see `attach`.
-        is_sharded: False only where each rank holds everything: then nothing is gathered.
+        on_gradient: Called for each parameter's gradient, see `attach`.
+        is_sharded: False if each rank holds everything: then nothing is gathered.
         is_kept: The unsharded buffer is never freed, see [Note: Kept buffers].
-        memory: Makes its buffers.
+        memory: Allocates the shard and the full values.
     """
 
     def __init__(  # noqa: PLR0913 -- all that defines a handle, each by name
@@ -128,7 +128,7 @@ class FlatParamHandle(ShardedParams):
             self.entries.append(ParamEntry(cast(FlatShard, sharded), spec, shard_view=view))
 
     def _reset(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
-        """Set what a new handle, or a copy of one, begins with."""
+        """Set the initial state of a new handle, or of a copy."""
         group, facts = self.shard_group, self.strategy.facts
         self.is_sharded = group.size > 1
         self.is_kept = facts.keeps_params(group.size)
@@ -166,19 +166,19 @@ class FlatParamHandle(ShardedParams):
         return self.label.name
 
     def labels(self) -> list[ParamLabel]:
-        """Return those of the parameters, and of the flat parameter if there is one."""
+        """Return the labels of the parameters, and of the flat parameter if there is one."""
         flat = self.shown.flat
         return [each.label for each in (self.entries if flat is None else [*self.entries, flat])]
 
     def trained_shards(self) -> list[FlatShard]:
-        """Return the parameters at rest; none while they are frozen, or one flat parameter."""
+        """Return the sharded parameters; none if frozen, or shown as one flat parameter."""
         is_trained = self.requires_grad and not self.shown.shows_flat
         return [entry.sharded for entry in self.entries] if is_trained else []
 
     def describe_entries(self, options: str) -> list[str]:
         """Return a line for each parameter with all that the ranks must agree on."""
         group = self.shard_group
-        # Copies of a shard are about to get the first one's values, and owners write by themselves.
+        # Replicas are about to get the first copy's values, and only owners write their parameters.
         is_split = group.size > 1 and not (group.replicate_groups or self.layout.owners)
         if is_split and self.guard.num_writes:
             options += ", written since it was sharded or copied, which all ranks must do"
@@ -241,7 +241,7 @@ class FlatParamHandle(ShardedParams):
             flat = FlatEntry(sharded, sharded._shard_spec, shard_view=sharded._local, used=used)
         self._reset(flat, shows_flat=shows_flat)
         self.shown.set_flat_slot(flat_slot)
-        self.shown.hide_unshown()  # a pickle does not know it
+        self.shown.hide_unshown()  # a pickle does not record it
         self.grads.reduction.set_divide_factor(divide_factor)
         with torch.inference_mode(False), torch.no_grad():
             self.take_slices()
@@ -271,7 +271,7 @@ class FlatParamHandle(ShardedParams):
         full.params.build(self.entries)
         self.shown.index_slots()
         if not self.is_kept:
-            # Before the gradients' own buffer is made: no more than one is there at a time.
+            # Free it before the gradients' own buffer is made: only one has memory at a time.
             free_storage(full.buffer)
         # Weak: the leaf holds its hooks where the garbage collector cannot see them, and the
         # handle holds the leaf; one strong reference would leak the unit for ever.
@@ -291,13 +291,13 @@ class FlatParamHandle(ShardedParams):
         self.grads.bind(self.full, dtype, is_pinned=self.memory.is_pinned, before=before)
 
     def adopt_changes(self) -> None:
-        """Take over what was done to the parameters: data, dtype, device, requires_grad, hooks.
+        """Adopt changes that were made to the parameters: data, dtype, device, flags, hooks.
 
-        The one function that does so: before a forward, and when a backward begins or reaches the
-        unit. What users set outlives a rebuild: it is read from the sharded parameters each time.
+        Called before a forward, and when a backward begins or reaches the unit. Users' settings
+        outlive a rebuild, because they are read from the sharded parameters each time.
 
-        Identity says nothing of `.to()`: it gives the Parameter object other data. The new slices
-        are copied into a new flat shard, which the parameters become views of again.
+        `.to()` keeps the Parameter object and gives it other data. The new slices are copied into a
+        new flat shard, which the parameters become views of again.
 
         Raises:
             RuntimeError: If the parameters now differ in dtype or device.
@@ -335,7 +335,7 @@ class FlatParamHandle(ShardedParams):
             set_requires_grad(entry.sharded, flag)
         if not shown.shows_flat and shown.flat is not None:
             set_requires_grad(shown.flat.sharded, is_trainable)
-        # What a backward has reduced or keeps stays until its end.
+        # Keep buffers until the backward's end: they hold gradients that it reduced or keeps.
         keeps_buffers = self.guard.is_backward_running and self.requires_grad
         self.requires_grad = is_trainable or keeps_buffers
         if self.shard.values.is_meta:
@@ -372,18 +372,18 @@ class FlatParamHandle(ShardedParams):
         values = self.shard.values
         for each in at_rest:
             each.slice_of(values).copy_(each.sharded._local)
-        # A flat parameter that to_empty() made has anything between the parameters.
+        # After to_empty() a flat parameter holds arbitrary values between the parameters.
         zero_gaps(values, self.layout, self.shard_group.rank)
         for each in self.entries if flat is None else [*self.entries, flat]:
             each.view_in(values, self.guard)
 
-    # What involves several parts
+    # Functions that involve several parts
 
     def unshard(self, streams: Streams | None = None, when: str = "unshard") -> None:
         """Start gathering the full values; no-op while they are there and no shard was written.
 
-        One all-gather of `layout.padded_numel` elements, in the dtype in which shards travel, on
-        the unshard stream where there are streams. `full.wait` must follow before the parameters
+        Issues one all-gather of `layout.padded_numel` elements, in the dtype in which shards
+        travel, on the unshard stream if there is one. `full.wait` must follow before the parameters
         are used. If the allocation or the collective fails, the handle is as before.
 
         Args:
@@ -392,11 +392,11 @@ class FlatParamHandle(ShardedParams):
         """
         full = self.full
         if full.writes == self.guard.num_writes and full.state is not STALE:
-            return  # as `full.is_current` says, for most calls
+            return  # `full.is_current`, inlined for most calls
         if full.is_whole or self.shown.scope is not None:
             return
         if full.state is HOLDS_GRADIENTS:
-            # Wanted again while its storage serves a reduction, by another use in this backward.
+            # Another use in this backward needs the values while their storage serves a reduction.
             self.grads.finish()
             self.grads.move_out()
         full.gather(streams, when)
@@ -416,28 +416,28 @@ class FlatParamHandle(ShardedParams):
         return False
 
     def take_back(self, where: str) -> None:
-        """Deal with what was done to the full parameters, which modules show no longer.
+        """Adopt or report changes of the full parameters, which modules stop showing.
 
-        `requires_grad_()` counts from now on, and a warning tells of edits that will be lost.
+        `requires_grad_()` takes effect now, and edits that will be lost cause a warning.
 
         Args:
-            where: When it was done, for messages.
+            where: When the changes were made, for messages.
 
         Raises:
-            RuntimeError: If only some of the parameters of a flat parameter are frozen now; they
-                are as before then.
+            RuntimeError: If some parameters of a flat parameter were frozen and others not; then
+                all are as before.
         """
         params = self.full.params
         if params.aliases.has_new_flags or params.has_unwatched:
             self._adopt_shown_flags(where)
         if params.is_locked:
-            return  # nobody could edit them, or a backward wrote gradients in their place
+            return  # users could not edit them, or gradients overwrote them
         is_edited = [*map(version_of, params.watched)] != params.versions
         if is_edited or params.aliases.are_hidden:
             params.warn_of_edits(where)
 
     def fix_owners(self) -> None:
-        """Let parameters that are owned whole stay where they are for good."""
+        """Make the owners of whole parameters final."""
         self.has_fixed_owners = True
 
     def set_reshard_after_backward(self, flag: bool) -> None:
@@ -461,7 +461,7 @@ class FlatParamHandle(ShardedParams):
 
 
 def _gradient_layout(handle: FlatParamHandle) -> FlatLayout:
-    """Return the layout in which what is frozen has no elements, as far as nothing waits."""
+    """Return the layout without frozen parameters, except any whose gradients wait."""
     flags, grads = trainable_flags(handle.shown), handle.grads
     waiting = grads.views, grads.reduced, grads.reduction.output, grads.reduction.partial
     is_idle = not grads.is_unsynced and all(each is None for each in waiting)

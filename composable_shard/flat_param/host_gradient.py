@@ -1,4 +1,4 @@
-"""`HostGradient`: the gradients of a flat parameter where they are offloaded."""
+"""`HostGradient`: the offloaded gradients of a flat parameter."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from composable_shard.torch_private import storage_of, storage_uses_of
 class HostGradient:
     """Host memory for the gradient shard of one flat parameter.
 
-    The published `.grad`s are views of `memory`, which is allocated once. Where they are still
-    there when the next backward's gradients come, these go into a second buffer, allocated once
-    too, and are added on the host.
+    The published `.grad`s are views of `memory`, which is allocated once. If they are still set
+    when the next backward's gradients come, these go into a second buffer, also allocated once, and
+    are added on the host.
 
     [Note: Complete gradients]
     Copies run beside the backward, unit by unit. `collect`, at its end, waits for them on the host:
-    before that nobody can see the gradients, and after it they are complete. Sources are kept until
+    before that the gradients are hidden, and after it they are complete. Sources are kept until
     their copy is done; [Note: Persistent gradients] of a later round wait for it on the device.
     """
 
@@ -36,13 +36,13 @@ class HostGradient:
         self._numel, self._dtype, self._is_pinned = numel, dtype, is_pinned
         self._copies = copies
         self._memory: list[Tensor] = []  # each (numel,); `.grad`s are views of the first
-        self._incoming: Tensor | None = None  # the one that gets this backward's gradients
-        self._further: list[Tensor] = []  # what further rounds of this backward add, (numel,) each
+        self._incoming: Tensor | None = None  # gets this backward's gradients
+        self._further: list[Tensor] = []  # of further rounds of this backward, (numel,) each
         self._in_flight: list[tuple[Any, Tensor]] = []  # events and sources
 
     @property
     def memory(self) -> Tensor:
-        """Shape `(numel,)`: where the `.grad`s are."""
+        """Shape `(numel,)`: the memory of the `.grad`s."""
         return self._buffer(0)
 
     def _buffer(self, index: int) -> Tensor:
@@ -51,7 +51,7 @@ class HostGradient:
         return self._memory[index]
 
     def begin(self, shown: Iterable[FlatShard]) -> Tensor:
-        """Return the memory for gradients that come: one that no `.grad` is a view of.
+        """Return a buffer that no current `.grad` aliases.
 
         Args:
             shown: The sharded parameters that have the `.grad`s.
@@ -61,7 +61,7 @@ class HostGradient:
             isinstance(p.grad, FlatShard) and storage_of(p.grad._local) == storage for p in shown
         )
         if not is_taken and storage_uses_of(self.memory) > 1:
-            self._memory.pop(0)  # somebody keeps gradients of an earlier step
+            self._memory.pop(0)  # a user keeps gradients of an earlier step
         self._incoming = self._buffer(int(is_taken))
         return self._incoming
 
@@ -79,7 +79,7 @@ class HostGradient:
         self._in_flight.append((self._copies.copy_to_host(target, source), source))
 
     def reuse_sources(self) -> None:
-        """Let the current stream write into what is being copied once that is done."""
+        """Make the current stream wait until the sources of copies in flight were read."""
         for event, _ in self._in_flight:
             self._copies.wait_on_device(event)
 
@@ -105,7 +105,7 @@ class HostGradient:
         entries: Sequence[ParamEntry],
         cut: Callable[[Tensor], Sequence[Tensor]] | None,
     ) -> list[Tensor] | None:
-        """Return the gradients of what is shown at rest, complete; None if none came.
+        """Return the complete gradients of the parameters at rest; None if none came.
 
         Args:
             at_rest: The entries, or the flat parameter.
@@ -128,6 +128,6 @@ class HostGradient:
         return pieces
 
     def drop(self) -> None:
-        """Forget what came, after an error, once nothing writes to the memory any more."""
+        """Forget this backward's gradients after an error, once no copy writes to the memory."""
         self._incoming, self._further = None, []
         self.wait()

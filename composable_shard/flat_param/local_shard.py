@@ -26,16 +26,16 @@ from composable_shard.tensor import ParamLabel, WriteGuard
 
 
 class LocalShard:
-    """The shard that optimizers step and gathers send; made anew for another dtype or device.
+    """The shard that optimizers step and gathers send; replaced for another dtype or device.
 
     Args:
         values: Shape `(layout.shard_numel,)`, on the host where the shard is offloaded.
-        layout: The flat parameter's.
-        shard_group: The ranks that share it.
+        layout: Layout of the flat parameter.
+        shard_group: The ranks that share the flat parameter.
         guard: Counts the writes to the shard.
-        wire_dtype: In which it is gathered.
-        device: Where full values are.
-        copies: Between host and device; None where the shard is on the device.
+        wire_dtype: Dtype in which the shard travels.
+        device: Device of the full values.
+        copies: Copies between host and device; None if the shard is on the device.
     """
 
     def __init__(  # noqa: PLR0913 -- all that defines a shard, half of it by name
@@ -67,7 +67,7 @@ class LocalShard:
     # To the device
 
     def fill(self, target: Tensor) -> Tensor:
-        """Copy the shard to `target` on the device, cast, and return that."""
+        """Copy the shard to `target` on the device, cast, and return `target`."""
         if self.is_offloaded and self.device_copy is None:
             return self.to_device(self.values, target)
         return target.copy_(self.on_device())
@@ -82,9 +82,9 @@ class LocalShard:
         return self.device_copy
 
     def to_device(self, shard: Tensor, target: Tensor | None = None) -> Tensor:
-        """Copy a shard from the host, in the order of the current stream; else return it.
+        """Copy a shard from the host on the current stream; return a shard on the device as it is.
 
-        Into a target of any dtype, or memory of its own.
+        The copy goes into `target`, of any dtype, or into new memory.
         """
         copies = self.copies
         if copies is None:
@@ -103,15 +103,15 @@ class LocalShard:
         return torch.empty(self.layout.padded_numel, dtype=self.values.dtype, device=self.device)
 
     def gather_into(self, output: Tensor | None, shard: Tensor, *, to_first: bool) -> Waitable:
-        """Start gathering shards, these or others of their shape, into another buffer.
+        """Start gathering shards, of the values or of the same shape, into another buffer.
 
-        One all-gather, or with `to_first` one gather, of `layout.padded_numel` elements.
+        Issues one all-gather, or with `to_first` one gather, of `layout.padded_numel` elements.
 
         Args:
             output: Shape `(layout.padded_numel,)`; None on a rank that does not receive.
-            shard: Shape `(layout.shard_numel,)`, this rank's.
-            to_first: Only the first of all data-parallel ranks receives; where there are copies of
-                the shards, the first of them are sent.
+            shard: Shape `(layout.shard_numel,)`, this rank's shard.
+            to_first: Only the first of all data-parallel ranks receives; if shards have copies,
+                only the first copies are sent.
         """
         group, numels = self.shard_group.group, self.layout.uneven_numels
         if to_first and not self.shard_group.is_first_replica:
@@ -131,8 +131,8 @@ class LocalShard:
 
         Args:
             shard: Shape `(layout.shard_numel,)`.
-            full: Shape `(layout.padded_numel,)`; its padding is set to zero. None on a rank that
-                has none.
+            full: Shape `(layout.padded_numel,)`; its padding is set to zero. None on a rank without
+                values.
             from_first: The first of all data-parallel ranks gives every rank its slice: one
                 scatter in its shard group, and one broadcast to each group of copies.
         """
@@ -158,7 +158,7 @@ class LocalShard:
             shard.copy_(target)
 
     def copy_to_replicas(self) -> None:
-        """Give all ranks that hold copies of the shard the first one's: a broadcast for each."""
+        """Broadcast the first copy of the shard to the others: one broadcast for each group."""
         if not self.shard_group.replicate_groups:
             return
         sent = self.to_device(self.values)
@@ -172,8 +172,8 @@ class LocalShard:
 
         Args:
             own_part: Shape `(layout.shard_numel,)`, on the device.
-            is_cast: The shard was rounded when it was gathered. Elements that are still what it was
-                rounded to were not edited, and keep their full precision.
+            is_cast: Whether the gather rounded the shard. Elements equal to the rounded values were
+                not edited, and keep their full precision.
         """
         values = own_part.to(HOST) if self.is_offloaded else own_part
         if is_cast:
@@ -187,7 +187,7 @@ class InitialValues:
     """Checksums of full values, so that the ranks can be compared without the values.
 
     Args:
-        guard: Counts the writes to the shard, after which nothing is left to compare.
+        guard: Counts the writes to the shard; after a write the checksums are invalid.
     """
 
     def __init__(self, guard: WriteGuard) -> None:
@@ -211,7 +211,7 @@ class InitialValues:
         self._sums, self._labels = None, ()
 
     def take(self) -> list[tuple[str, int | None]]:
-        """Return and drop names and checksums, None of what may have been written since."""
+        """Return and drop names and checksums; None for values that may have been written since."""
         is_valid = self._sums is not None and self._guard.num_writes == self._num_writes
         sums = self._sums.tolist() if is_valid else [None] * len(self._labels)  # type: ignore[union-attr] # not None
         found = [(label.fqn, each) for label, each in zip(self._labels, sums, strict=True)]
@@ -221,7 +221,7 @@ class InitialValues:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits as whole numbers of 64 bits, 0-d on its device."""
-    # The only integers that torch sums at the speed of memory; a copy where they don't fit.
+    # torch sums only int64 at the speed of memory; misaligned data are copied.
     data = tensor.contiguous().view(-1)
     if data.storage_offset() * data.itemsize % 8:
         data = data.clone()

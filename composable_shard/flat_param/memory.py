@@ -1,4 +1,4 @@
-"""In which dtypes, where, and in which form the values and gradients of a flat parameter lie.
+"""The dtypes, devices and forms of a flat parameter's values and gradients.
 
 [Note: Reduce dtype]
 The buffer of gradients may have another dtype than the parameters: packing casts. Gradients of
@@ -17,10 +17,10 @@ The shard holds the dense values that the class wraps, so that optimizers, state
 checkpoints see plain numbers. Each gather wraps this rank's rows, asks for the inputs, gathers each
 of them, and lets the class fill the unsharded parameter, which it made of the outputs once.
 
-Such a parameter has a handle of its own, cut as FSDP2 does it: each rank has as many rows, the last
-ones fewer or none. Scales that are reduced over the ranks rely on that. Where rows are missing, the
-class gets those that are there (one of zeros if none is), and what it returns is padded unless it
-did that itself.
+Such a parameter has a handle of its own, cut as FSDP2 does it: all ranks have the same number of
+rows, except the last ones, which may have fewer or none. Scales that are reduced over the ranks
+rely on that. A rank with missing rows gives the class the rows that it has (a row of zeros if
+none), and pads the result unless the class did.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ _OUTPUT_ALIGNMENT_NBYTES = 256  # of the outputs, which matrix products may read
 
 @dataclass(frozen=True, eq=False)  # one for each parameter: its handle has no other
 class Extension:
-    """How a parameter of a class with FSDP2's methods is made of its dense values."""
+    """How to make a parameter of a class with FSDP2's methods from dense values."""
 
     kind: Any
     inner: str  # the attribute that has the values
-    context: Any  # what else the class is made of
+    context: Any  # further arguments to make the class
 
     @classmethod
     def of(cls, param: Tensor) -> Extension | None:
-        """Return that of a parameter; None where its class can't be made of dense values alone."""
+        """Return a parameter's extension; None if its class needs more than dense values."""
         has_both = hasattr(param, "fsdp_pre_all_gather") and hasattr(param, "fsdp_post_all_gather")
         if not has_both or not is_traceable_wrapper_subclass(param) or param.dim() == 0:
             return None
@@ -95,18 +95,18 @@ class Extension:
 
 
 class Codec:
-    """Encodes the rows of this rank, gathers them, and lets the class take what was gathered.
+    """Encodes the rows of this rank, gathers them, and lets the class take the outputs.
 
     Args:
-        shard: What is gathered.
-        extension: Of the parameter.
-        dtype: In which the parameter computes.
+        shard: The shard to gather.
+        extension: Extension of the parameter.
+        dtype: Dtype in which the parameter computes.
     """
 
     _entry: ParamEntry
-    _memory: Sequence[Tensor]  # what was gathered, and further memory of the class
-    _parts: Sequence[Tensor]  # of what was gathered, one for each input, as bytes
-    _outputs: tuple[Tensor, ...]  # the same as the class gets them
+    _memory: Sequence[Tensor]  # the gathered outputs, and further memory of the class
+    _parts: Sequence[Tensor]  # of the gathered outputs, one for each input, as bytes
+    _outputs: tuple[Tensor, ...]  # these parts, as the class gets them
 
     def __init__(self, shard: LocalShard, extension: Extension, dtype: torch.dtype) -> None:
         self.shard, self._extension, self._dtype = shard, extension, dtype
@@ -119,7 +119,7 @@ class Codec:
         self._mesh = DeviceMesh.from_group(group, shard.device.type)
 
     def make_param(self, entry: ParamEntry) -> Tensor:
-        """Let the class make the parameter, of memory for what will be gathered."""
+        """Let the class make the parameter, from memory for the gathered outputs."""
         self._entry = entry
         wrapped, inputs, metadata = self._encode()
         world_size = self.shard.shard_group.size
@@ -136,7 +136,7 @@ class Codec:
         whole, inner = wrapped.fsdp_post_all_gather(self._outputs, metadata, self._dtype)
         inner = [each for each in inner if storage_of(each) != storage_of(gathered)]
         self._memory = [gathered, *inner]
-        # Modules see what the class has made memory for, or what was gathered.
+        # Modules see memory that the class has made, or the gathered outputs.
         self.buffer.set_(self._memory[-1].untyped_storage())
         self.output.set_(self.buffer.untyped_storage())
         spec = entry.spec
@@ -145,7 +145,7 @@ class Codec:
         return spec.distribute(whole)
 
     def _encode(self) -> tuple[Any, Sequence[Tensor], Any]:
-        """Return this rank's rows as the class, what they are gathered as, and the metadata."""
+        """Return this rank's rows as the class, the inputs to gather, and the metadata."""
         spec = self._entry.spec
         start, end = spec.layout.local_range(0, spec.rank)
         values = self.shard.on_device()
@@ -163,7 +163,7 @@ class Codec:
             return wrapped, [self._pad(each, rows.shape[0]) for each in inputs], metadata
 
     def _pad(self, given: Tensor, num_rows: int) -> Tensor:
-        """Return what a class gives for a number of rows as all ranks send it."""
+        """Return an input of the class, padded to the number of rows that all ranks send."""
         spec = self._entry.spec
         rows = -(-spec.dense_shape[0] // spec.world_size)
         if spec.dense_shape[0] % spec.world_size == 0 or given.shape[0] == rows:
@@ -178,7 +178,7 @@ class Codec:
         return padded
 
     def start(self, what: str) -> Waitable:
-        """Start gathering; the parameter is right when it was waited for."""
+        """Start gathering; the parameter is valid after the wait."""
         for each in self._memory:
             alloc_storage(each)
         wrapped, inputs, metadata = self._encode()
@@ -206,7 +206,7 @@ class Codec:
 
 
 class ExtendedParams(UnshardedParams):
-    """The one unsharded parameter, which its class makes of what was gathered."""
+    """The one unsharded parameter, which its class makes from the gathered outputs."""
 
     _whole: Tensor
 
@@ -215,7 +215,7 @@ class ExtendedParams(UnshardedParams):
         self._codec = codec
 
     def build(self, entries: Sequence[ParamEntry]) -> None:
-        """Make the parameter; graphs may save what is inside of it in its place."""
+        """Make the parameter; also watch its inner tensors, which graphs may save instead."""
         self._whole = self._codec.make_param(entries[0])
         super().build(entries)
         param: Any = self.built[0]
@@ -226,7 +226,7 @@ class ExtendedParams(UnshardedParams):
         self.locked = (LOCKED,) * len(self.watched)
 
     def _aliases(self) -> list[Tensor]:
-        """Return the parameter itself: its class may know no alias of memory that is freed."""
+        """Return the parameter itself: its class may not support aliases of freed memory."""
         return [*self.built]
 
     def _view(self, index: int, entry: ParamEntry) -> Tensor:
@@ -240,7 +240,7 @@ class ExtendedParams(UnshardedParams):
         return names
 
     def check_can_write_back(self) -> None:
-        """Check that nothing is to be written back, for the class knows no way."""
+        """Check that there are no edits, because the class can't write them back."""
         if names := self.edited(self.versions):
             raise NotImplementedError(
                 f"the parameters {names} were gathered in a form of their class's own "
@@ -259,7 +259,7 @@ class ExtendedValues(FullValues):
         self._codec = codec
 
     def set_small_group(self, group: SmallGroup | None) -> None:
-        """Ignore a small group: what its ranks gather would have to be encoded otherwise."""
+        """Ignore a small group: its gathers would need another encoding."""
 
     def _issue(self, streams: Streams | None, when: str) -> Waitable | None:
         if self.is_sharded:
@@ -281,16 +281,16 @@ class ExtendedValues(FullValues):
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes that differ, or may come to differ, from that of the local shard.
+    """Dtypes that differ, or may come to differ, from the local shard's.
 
     None follows another dtype, also through `module.to(dtype)`.
     """
 
-    main_dtype: torch.dtype | None = None  # what the local shard must have; None: whatever it has
-    param_dtype: torch.dtype | None = None  # of the unsharded buffer; None: that of the local shard
-    # In which shards travel; None: that of the unsharded buffer
+    main_dtype: torch.dtype | None = None  # of the local shard; None: any
+    param_dtype: torch.dtype | None = None  # of the unsharded buffer; None: the local shard's
+    # Dtype in which shards travel; None: the unsharded buffer's
     gather_dtype: torch.dtype | None = None
-    # In which gradients travel; None: that of the unsharded buffer
+    # Dtype in which gradients travel; None: the unsharded buffer's
     reduce_dtype: torch.dtype | None = None
     # The form in which the class of the only parameter is gathered, if it has one
     extension: Extension | None = None
@@ -320,7 +320,7 @@ class Precision:
         return self.gather_dtype or self.computes_in(main)
 
     def itemsize(self, main: torch.dtype) -> int:
-        """Return the smallest size of an element in any of the buffers, which alignment is for."""
+        """Return the smallest element size of the buffers, from which the alignment follows."""
         used = (main, self.computes_in(main), self.reduces_in(main), self.travels_in(main))
         return min(dtype.itemsize for dtype in used)
 
@@ -348,7 +348,7 @@ def plan_layout(
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What decides which memory a flat parameter gets."""
+    """The facts that decide which memory a flat parameter gets."""
 
     shard_group: ShardGroup  # the ranks that share it
     precision: Precision  # the dtypes that differ from the local shard's
@@ -399,7 +399,7 @@ class MemoryPlan:
     def allocate(
         self, layout: FlatLayout, guard: WriteGuard, dtype: torch.dtype, device: torch.device
     ) -> tuple[LocalShard, FullValues]:
-        """Make memory for a local shard of this dtype; on the mesh's device where offloaded."""
+        """Allocate a local shard of this dtype (on the host if offloaded), and its full values."""
         group = self.shard_group
         is_offloaded = self.offload.is_active and device.type != "meta"
         if is_offloaded:
@@ -414,7 +414,7 @@ class MemoryPlan:
         output = buffer.data  # [Note: Storage and autograd]
         own_part = output[start:end]
         if not self.is_kept:
-            # At once: what is needed only later must not add to a peak.
+            # Free it at once, so that it does not add to peak memory.
             free_storage(buffer)
         if is_offloaded:
             values = alloc_host(end - start, dtype, is_pinned=self.is_pinned)
@@ -423,13 +423,13 @@ class MemoryPlan:
             values = buffer.zero_()[start:end]
         else:
             values = torch.empty(end - start, dtype=dtype, device=device)
-            zero_gaps(values, layout, group.rank)  # values follow: all of it would be written twice
+            zero_gaps(values, layout, group.rank)  # gaps only: the values are written next
         copies = copies_for(device) if is_offloaded else None
         shard = LocalShard(
             values, layout, group, guard, wire_dtype=wire_dtype, device=device, copies=copies
         )
         if is_offloaded and not (self.is_kept or self.offload.params):
-            # Scales are those of main values.
+            # Scales are computed from main values.
             shard.keep_on_device(dtype if wire_dtype in QUANTISED else wire_dtype)
         is_kept = self.is_kept
         if extension is not None:

@@ -1,9 +1,9 @@
 """Ranges in the traces of a profiler.
 
 [Note: Ranges]
-A range costs host time even where nobody looks. So the methods that send and wait are replaced by
-ones with ranges when a call of a tree finds that a profiler runs, and come back when one finds that
-none does. In between, and in processes that are never profiled, nothing is added.
+A range costs host time even without a profiler. So when a call of a tree finds that a profiler
+runs, the methods that send and wait are replaced by methods with ranges; when a call finds that
+none runs, they come back. Processes that are never profiled pay nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _RANGED = [
 
 
 def show_ranges(flag: bool) -> None:
-    """Let the methods make ranges, or no more, [Note: Ranges]."""
+    """Switch the methods' ranges on or off, [Note: Ranges]."""
     for method, (kind, name, _) in zip(_RANGED if flag else _UNRANGED, _NAMES, strict=True):
         setattr(kind, name, method)
 

@@ -1,16 +1,16 @@
-"""Which ranks own parameters whole, and their moves to other ranks before a unit is used.
+"""The owners of whole parameters, and moves to other owners before a unit is used.
 
-[Note: Owners]
+[Note: Owners of whole parameters]
 Where parameters are owned whole, one unit can't be balanced: one rank holds its largest parameter.
 So ranks are balanced over all such parameters of a tree that the same ranks share, in bytes, see
 [Note: Balance]. Inner modules are sharded first, so a unit begins with owners planned for its own
-parameters alone. A call of `fully_shard` on a module around it plans anew, for all units inside and
-the new one together, and the parameters of those units move: one unit at a time, each gathered
+parameters alone. A call of `fully_shard` on a module around it plans again, for all units inside
+and the new one together, and parameters of the units inside move: one unit at a time, each gathered
 once; on the meta device nothing is sent. Whether another plan is better is decided from facts that
 all ranks know, and they compare the plan before anything moves.
 
 So owners are settled when the outermost call has returned. `lazy_init`, or the first forward, fixes
-them for good: freezing, adding units around, copies and pickles do not change them after that.
+them permanently: freezing, adding units around, copies and pickles do not change them after that.
 Units that no call encloses together are balanced together only by a `lazy_init` of a module around
 them. Parameters that are fixed, or that have a gradient, stay where they are and count as load.
 Optimizer state of a parameter that moved is lost: torch's Adagrad, which makes its state at
@@ -50,7 +50,7 @@ def change_owners(handle: FlatParamHandle, owners: Sequence[int]) -> None:
             old.alignment,
             owners=[owners[index] for index in order],
         )
-        # All memory before the collective: nothing fails after it.
+        # Allocate all memory before the collective, so that nothing fails after it.
         full = None if shard.values.is_meta else shard.new_full()
         parts = handle.memory.allocate(
             layout, handle.guard, shard.values.dtype, shard.values.device
@@ -94,8 +94,8 @@ class _Pool:
     """Parameters that the same ranks share, each owned by one of them."""
 
     shard_group: ShardGroup
-    handles: list[FlatParamHandle] = field(default_factory=list)  # those that have a unit already
-    sizes: Sequence[int] = ()  # bytes of those that have none yet
+    handles: list[FlatParamHandle] = field(default_factory=list)  # handles of existing units
+    sizes: Sequence[int] = ()  # bytes of parameters without a unit yet
 
 
 def settle_owners(
@@ -105,10 +105,10 @@ def settle_owners(
     *,
     always_compare: bool = True,
 ) -> list[int]:
-    """Balance all parameters that are owned whole; move those of handles where that is better.
+    """Balance all whole parameters over their ranks; move existing ones where that is better.
 
-    Return the owners of the parameters, of these sizes in bytes, that have no unit yet. If the
-    ranks have different plans, all raise, and nothing has moved.
+    Return the owners of the parameters without a unit, of `sizes` in bytes. If the ranks have
+    different plans, all raise, and nothing moves.
 
     Args:
         shard_group: The ranks that will share the parameters of a unit that is not formed yet.
@@ -140,7 +140,7 @@ def settle_owners(
 
 
 def _plan(pool: _Pool) -> tuple[dict[FlatParamHandle, list[int]], list[int]]:
-    """Return the owners of all entries, and those of the parameters that have no unit yet."""
+    """Return the owners of all entries, and of the parameters without a unit."""
     num_ranks = pool.shard_group.size
     loads = [0] * num_ranks
     movable = [handle for handle in pool.handles if _is_movable(handle)]
@@ -157,7 +157,7 @@ def _plan(pool: _Pool) -> tuple[dict[FlatParamHandle, list[int]], list[int]]:
     for nbytes, owner in zip(sizes, current, strict=True):
         kept_loads[owner] += nbytes
     kept = [*current, *balance(pool.sizes, num_ranks, kept_loads)]
-    # To move nothing is better where it is as balanced.
+    # Prefer the plan that moves nothing if it is as balanced.
     best = min((kept, anew), key=lambda owners: fullest(everything, owners, num_ranks, loads))
     planned = {handle: list(handle.layout.owners) for handle in pool.handles}
     position = 0

@@ -87,7 +87,7 @@ class ScopeParams:
                 self._flat.grad = self._flat_grad = self.grad_buffer[:end]
         return self._flat
 
-    # What the body did
+    # Changes that the body made
 
     def _is_replaced(self, index: int) -> bool:
         now, before = _dense(self.params[index]), self._values[index]
@@ -131,7 +131,7 @@ class ScopeParams:
         ]
 
     def expire(self) -> None:
-        """Let go of the memory; from now on every use of a parameter raises."""
+        """Release the memory; from now on every use of a parameter raises."""
         self._drop_hidden()
         params = self.params if self._flat is None else [*self.params, self._flat]
         labels = [entry.label for entry in self._entries] + [_FLAT_LABEL]
@@ -160,7 +160,7 @@ def _make_param(entry: ParamEntry, values: Tensor) -> nn.Parameter:
     )
     for name, value in user_attributes(entry.sharded).items():
         param.__dict__.setdefault(name, value)
-    if param.requires_grad:  # On frozen ones too, but integers: the body may unfreeze them.
+    if param.requires_grad:  # Also on frozen ones, except integers: the body may unfreeze them.
         param.register_hook(_refuse_backward)
     param.requires_grad_(entry.sharded.requires_grad)
     return param
@@ -207,7 +207,7 @@ def _raise_expired(label: object) -> NoReturn:
 
 
 class _Expired:
-    """What a scope's parameters become when it ends."""
+    """The class of a scope's parameters after its end."""
 
     @classmethod
     def __torch_function__(

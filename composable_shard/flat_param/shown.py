@@ -34,7 +34,7 @@ from composable_shard.torch_private import (
 
 
 class Shown(Enum):
-    """What the modules show."""
+    """Which parameters the modules show."""
 
     SHARDED = "what they show at rest: the originals, or the flat parameter"
     UNSHARDED = "the full values of the originals"
@@ -49,7 +49,7 @@ SHARDED, UNSHARDED, UNSHARDED_FLAT, SCOPE, SCOPE_FLAT, CHANGING = Shown
 
 @dataclass
 class Scope:
-    """What an open `unshard_params` scope shows."""
+    """The parameters that an open `unshard_params` scope shows."""
 
     params: Sequence[Tensor]  # in place of the originals
     has_values: bool  # whether these are full values
@@ -62,16 +62,16 @@ class ShownParams:
 
     Args:
         entries: The managed parameters, in order.
-        flat: The flat parameter, None until it is wanted.
-        guard: Of the local shard.
+        flat: The flat parameter; None until it is needed.
+        guard: Write guard of the local shard.
         shows_flat: Whether the flat parameter is shown at rest, instead of the originals.
 
     Attributes:
-        state: What the modules show now.
-        at_rest: What users and optimizers hold: the originals, or the flat parameter.
+        state: Which parameters the modules show now.
+        at_rest: The parameters that users and optimizers hold: the originals, or the flat one.
         scope: The open `unshard_params` scope, if any.
         flat_slot: Where the unit's module shows the flat parameter.
-        agreed_flags: `requires_grad` of the entries on all ranks; None before they compared it.
+        agreed_flags: `requires_grad` of the entries on all ranks; None before the ranks compared.
         has_early_hooks: Any rank has hooks on gradients; all ranks know, [Note: Early gradients].
     """
 
@@ -96,12 +96,12 @@ class ShownParams:
         self.has_early_hooks = False
         # container, key, at rest, unsharded
         self._slots: list[tuple[Any, Any, Tensor | None, Tensor | None]] = []
-        # Module, name, what stands for the original; none where originals are at rest
+        # Module, name, the hidden original; empty if originals are at rest
         self._hidden: list[tuple[Any, str, Tensor | None]] = []
         self.set_flat(flat, shows_flat=shows_flat)
 
     def note_agreement(self) -> None:
-        """Note that all ranks have the parameters and `requires_grad` flags of now."""
+        """Note that all ranks have the current parameters and `requires_grad` flags."""
         self.agreed_flags = trainable_flags(self)
 
     def note_early_hooks(self, flag: bool) -> None:
@@ -109,7 +109,7 @@ class ShownParams:
         self.has_early_hooks = flag
 
     def set_flat(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
-        """Choose what is at rest; shows nothing."""
+        """Choose the parameters at rest; shows nothing."""
         self.flat, self.shows_flat = flat, shows_flat
         self.at_rest = [flat] if shows_flat and flat is not None else self.entries
 
@@ -158,7 +158,7 @@ class ShownParams:
         self.state = UNSHARDED
 
     def show_sharded(self) -> None:
-        """Make the modules show what they show at rest, the objects users and optimizers hold."""
+        """Make the modules show the parameters at rest, which users and optimizers hold."""
         if self.state is SHARDED or self.scope is not None:
             return
         if self.state is UNSHARDED_FLAT:
@@ -172,7 +172,7 @@ class ShownParams:
         self.state = SHARDED
 
     def show_unsharded_as(self, flat: nn.Parameter | None) -> None:
-        """Show full values as one parameter, or with None as the originals, where any are shown."""
+        """If full values are shown, show them as one parameter, or with None as the originals."""
         if self.flat is not None:
             self.flat.unsharded = flat
         if self.is_unsharded:
@@ -180,7 +180,7 @@ class ShownParams:
         self.show_again()
 
     def show_again(self) -> None:
-        """Make the modules show what the state says, after other things were shown."""
+        """Make the modules show the parameters of `state`, after others were shown."""
         if self.state is UNSHARDED_FLAT and self.flat is not None:
             self._show(None, self.flat.unsharded)
             return
@@ -299,10 +299,10 @@ class ShownParams:
         if not self.shows_flat:
             self.flat_slot.remove()
 
-    # Gradients of what is hidden, and hooks
+    # Gradients of hidden parameters, and hooks
 
     def unhide_all(self) -> None:
-        """Let all sharded parameters, in both forms, have gradients."""
+        """Allow gradients on all sharded parameters, in both forms."""
         for entry in self.entries:
             unhide(entry.sharded)
         if self.flat is not None:
@@ -354,14 +354,14 @@ def _with_hooks(entries: Sequence[ParamEntry]) -> list[ParamEntry]:
 
 
 def trainable_flags(shown: ShownParams) -> list[bool]:
-    """Return which of the originals are trainable: what is shown at rest says so."""
+    """Return `requires_grad` of the originals, as the parameters at rest have it."""
     if shown.shows_flat and shown.flat is not None:
         return [shown.flat.sharded.requires_grad] * len(shown.entries)
     return [entry.sharded.requires_grad for entry in shown.entries]
 
 
 def check_flags(shown: ShownParams, flags: Sequence[bool], unit: str, where: str) -> None:
-    """Check that what is shown at rest can have these flags, one for each original."""
+    """Check that the parameters at rest can have these flags, one for each original."""
     if shown.shows_flat and any(flags) and not all(flags):
         pairs = zip(shown.entries, flags, strict=True)
         frozen = [str(entry.label) for entry, flag in pairs if not flag]
@@ -373,7 +373,7 @@ def check_flags(shown: ShownParams, flags: Sequence[bool], unit: str, where: str
 
 
 def take_flags(shown: ShownParams, flags: Sequence[bool]) -> None:
-    """Set `requires_grad` of what is shown at rest, as users do it, after `check_flags`."""
+    """Set `requires_grad` of the parameters at rest, as users do it, after `check_flags`."""
     for each, flag in zip(shown.at_rest, flags, strict=False):
         if each.sharded.requires_grad != flag:
             set_requires_grad(each.sharded, flag)
@@ -382,8 +382,8 @@ def take_flags(shown: ShownParams, flags: Sequence[bool]) -> None:
 def _connect_hooks(entry: ParamEntry) -> None:
     if entry.unsharded is None or not entry.unsharded.requires_grad:
         return
-    # Weak, as the handle's own hook on the gradient: a user's hook may lead anywhere. Not to the
-    # parameter itself: `Module.to` swaps none that has weak references.
+    # Weak, because a user's hook may refer to anything. Not to the parameter itself: `Module.to`
+    # can't swap parameters with weak references.
     entry_ref = weakref.ref(entry)
 
     def run_hooks(gradient: Tensor) -> Tensor:

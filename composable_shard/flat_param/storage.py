@@ -31,7 +31,7 @@ _IS_FREED = (
 
 
 class Poison:
-    """Fills memory that nobody may read with NaN: freed, just allocated, or in flight.
+    """Fills memory that must not be read with NaN: freed, just allocated, or in flight.
 
     Tests switch it on, with COMPOSABLE_SHARD_POISON=1 or `is_on`. A read without a claim then gives
     the same wrong numbers each time, and not by chance the right ones. Gathers block.
@@ -48,7 +48,7 @@ class Poison:
 
 
 class PoisonedGather:
-    """A gather whose values nobody sees before they are waited for, but for this rank's part."""
+    """A gather whose values are hidden until the wait, except this rank's part."""
 
     def __init__(
         self, gather: Waitable, output: Tensor, own_part: Tensor, group: dist.ProcessGroup
@@ -80,8 +80,8 @@ def alloc_storage(tensor: Tensor) -> None:
 def free_storage(tensor: Tensor, *, refuses_reads: bool = False) -> None:
     """Give back the memory of `tensor`'s storage; the tensor and its views stay, unreadable.
 
-    No-op where torch has lent the memory for good, as to an array of numpy. With `refuses_reads` a
-    read raises instead of ending the process, if torch can do that.
+    No-op if torch has lent the memory permanently, as to a numpy array. With `refuses_reads` a read
+    raises instead of crashing the process, if torch can do that.
     """
     storage = tensor.untyped_storage()
     if storage.nbytes() != 0 and storage.resizable():

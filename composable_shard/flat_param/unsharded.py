@@ -1,4 +1,4 @@
-"""`UnshardedParams`: the parameters that modules compute with, and what was done to them."""
+"""`UnshardedParams`: the parameters that modules compute with, and the record of their edits."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from composable_shard.torch_private import (
     version_of,
 )
 
-# The version of a parameter whose value is not there: no graph has saved one of this version. It is
-# so large that a reader of autograd's error can tell what it means.
+# The version of a parameter whose value is missing; no graph has saved this version. It is so large
+# that it is recognised in autograd's error.
 LOCKED = 1_000_000_000
 
 
 class Aliases:
-    """What the parameters of one flat parameter have noted together."""
+    """Notes that the parameters of one flat parameter share."""
 
     __slots__ = ("are_hidden", "has_new_flags", "overwritten")
 
     def __init__(self) -> None:
-        self.are_hidden = False  # someone took an alias of one that autograd can't see
-        self.has_new_flags = False  # someone has set `requires_grad` of one
-        # By position, whose gradients have taken the place of their values; None: none can have.
+        self.are_hidden = False  # an alias was taken that autograd can't see
+        self.has_new_flags = False  # `requires_grad` of a parameter was set
+        # By position: the gradient has overwritten the value; None: no value can be overwritten.
         self.overwritten: Sequence[bool] | None = None
 
     def note_hidden(self, param: UnshardedParameter) -> None:
-        """Note that someone takes an alias of a parameter, in a hook of a tensor perhaps."""
+        """Note that an alias of a parameter is taken; raise if its gradient has overwritten it."""
         self.are_hidden = True
         if self.overwritten is not None and self.overwritten[param.position]:
             raise RuntimeError(
@@ -59,18 +59,18 @@ _LATER = (
 
 
 class UnshardedParameter(NeverStepped, nn.Parameter):
-    """A parameter that remembers whether anyone took an alias of it that autograd can't see.
+    """A parameter that notes when an alias is taken of it that autograd can't see.
 
-    The value may give way to the gradient once autograd is done with the parameter. A node that
-    computes with `param.detach()` or `param.data` may come later, and for `.data` not even the
-    version counter would tell. See [Note: Packing in place].
+    The gradient may overwrite the value once autograd is done with the parameter. A node that
+    computes with `param.detach()` or `param.data` may run later, and with `.data` not even the
+    version counter would show it. See [Note: Packing in place].
     """
 
     __slots__ = ("aliases", "position", "shard_label")  # a dict for each would take 200 bytes
     aliases: Aliases
     position: int
     shard_label: object
-    data_alias: Tensor | None = None  # whose version counts the edits through `.data`
+    data_alias: Tensor | None = None  # its version counts edits through `.data`
 
     def __new__(
         cls,
@@ -78,13 +78,13 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         requires_grad: bool = True,
         noted: tuple[object, Aliases, int] | None = None,
     ) -> UnshardedParameter:
-        """Make a parameter of a label, notes and a position, which a copy has not."""
+        """Make a parameter with a label, notes and a position; a copy has defaults."""
         self = super().__new__(cls, data, requires_grad)
         self.shard_label, self.aliases, self.position = noted or ("?", Aliases(), 0)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle a plain parameter of a copy: nobody frees its values."""
+        """Pickle a plain parameter with a copy of the values, which is never freed."""
         copy = nn.Parameter(super().detach().clone(), is_trainable(self))
         return copy.__reduce_ex__(protocol)
 
@@ -115,7 +115,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         return self
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return an array, as any tensor does; gradients stay out of memory that numpy has."""
+        """Return an array, as any tensor does; from then on gradients overwrite no values."""
         self.aliases.note_hidden(self)
         return super().numpy(force=force)
 
@@ -135,7 +135,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         _refuse_other_data(self.shard_label)
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: the parameter would be no view of the buffer any more."""
+        """Raise: the parameter would no longer be a view of the buffer."""
         _refuse_other_data(self.shard_label)
 
 
@@ -167,7 +167,7 @@ def _alias_of(param: nn.Parameter) -> Tensor:
 
 
 def _arrive(handle_ref: weakref.ref[Any], index: int, param: Tensor) -> None:
-    """Tell a handle of a gradient that autograd has accumulated."""
+    """Pass a gradient that autograd has accumulated to its handle."""
     handle = handle_ref()
     if handle is None:
         return
@@ -181,18 +181,18 @@ class UnshardedParams:
     """The unsharded parameters of a flat parameter, views of its unsharded buffer.
 
     Attributes:
-        built: These, once they are there.
-        views: Their dense data, under their version counters.
-        watched: The same, or plain aliases of the same version.
-        versions: Theirs, while the values are there.
-        locked: Theirs, while they are not, see [Note: Locked versions].
-        is_locked: Whether they have these.
-        version_writes: guard.num_writes of the values that have `versions`.
-        flags: Which of them are trainable, as it was last adopted.
-        has_unwatched: Some don't tell `aliases` when that is set.
-        aliases: What they have noted.
-        has_late_reads: A graph from before the next backward may read a value though its gradient
-            is complete, see [Note: Packing in place]: some were frozen, or nobody knows it.
+        built: The unsharded parameters; empty before `build`.
+        views: Dense data of the parameters, under their version counters.
+        watched: `views`; for DTensors the parameters themselves.
+        versions: Versions of `watched` while the values are there.
+        locked: Versions of `watched` while the values are missing, see [Note: Locked versions].
+        is_locked: The versions are `locked`, or were changed by gradients packed in place.
+        version_writes: Write count at which `versions` was valid.
+        flags: `requires_grad` of each parameter, as last adopted.
+        has_unwatched: Some parameters, as DTensors, don't note in `aliases` that a flag was set.
+        aliases: Notes that the parameters share.
+        has_late_reads: A graph may read a value after its gradient is complete: a parameter was
+            frozen, or saved tensors were not inspected. [Note: Packing in place]
     """
 
     def __init__(self, buffer: Tensor, layout: FlatLayout) -> None:
@@ -221,7 +221,7 @@ class UnshardedParams:
         for index, entry in enumerate(entries):
             noted = entry.label, self.aliases, index
             entry.unsharded = _make_unsharded(self._view(index, entry), noted)
-            # What a forward asks of a parameter: how tensor parallelism split it, for example.
+            # A forward may read users' attributes: how tensor parallelism split it, for example.
             for name, value in user_attributes(entry.sharded).items():
                 if name != "_is_param":  # alone it would cost a dict
                     entry.unsharded.__dict__.setdefault(name, value)
@@ -238,14 +238,14 @@ class UnshardedParams:
         self.flags, self.has_late_reads = [True] * len(self.built), False
 
     def hook_gradients(self, handle: weakref.ref[Any]) -> None:
-        """Tell a handle of each gradient that autograd has accumulated."""
+        """Hook the parameters, so that a handle gets each gradient that autograd accumulates."""
         for index, param in enumerate(self.built):
             if param.is_floating_point() or param.is_complex():
                 hook = partial(_arrive, handle, index)
                 param.register_post_accumulate_grad_hook(hook)
 
     def _aliases(self) -> list[Tensor]:
-        # Plain tensors: each call of torch asks one of a subclass for `__torch_function__`.
+        # Plain tensors: torch asks a subclass for `__torch_function__` in each call.
         return [_alias_of(param) for param in self.built]
 
     def set_flags(self, flags: Sequence[bool]) -> None:
@@ -257,7 +257,7 @@ class UnshardedParams:
         self.aliases.has_new_flags = False
 
     def note_late_reads(self) -> None:
-        """Note that nobody knows which values a graph reads."""
+        """Note that a graph may read values late: its saved tensors were not inspected."""
         self.has_late_reads = True
 
     def note_graphs_end(self) -> None:
@@ -280,19 +280,18 @@ class UnshardedParams:
         return entry.spec.unflatten(flat)
 
     def note_hidden_alias(self) -> None:
-        """Note that a graph has saved an alias which it does not connect with its parameter."""
+        """Note that a graph has saved an alias that autograd doesn't connect with a parameter."""
         self.aliases.are_hidden = True
 
     def expire(self) -> None:
-        """Make autograd refuse to read the values for the graphs that exist."""
+        """Make autograd raise where existing graphs would read the values."""
         self.versions = [version + 1 for version in self.versions]
         set_versions(self.watched, tuple(self.versions))
 
     def edited(self, versions: Sequence[int]) -> list[str]:
         """Return the names of parameters that were edited since they had these versions.
 
-        By version counters, that of `param.data` among them: an edit through an array of numpy
-        leaves no trace.
+        Compares version counters, also of `param.data`. Edits through numpy arrays go unnoticed.
         """
         return [
             str(entry.label)
@@ -301,9 +300,9 @@ class UnshardedParams:
         ]
 
     def check_overwritten(self, expected: Sequence[int]) -> None:
-        """Check that nobody edited parameters while gradients took the place of their values.
+        """Check that no parameter was edited while gradients overwrote values.
 
-        They have the expected versions where nobody did.
+        `expected` has the versions of parameters without edits.
         """
         if names := self.edited(expected):
             self.note_hidden_alias()
@@ -325,14 +324,14 @@ class UnshardedParams:
             )
 
     def forget_edits(self) -> None:
-        """Take the values as they are now for those that were gathered."""
+        """Note the current versions, so that edits made so far are no longer reported."""
         self.versions = [version_of(each) for each in self.watched]
         for param in self.built:
             if isinstance(param, UnshardedParameter):
                 param.data_alias = None
 
     def check_can_write_back(self) -> None:
-        """Check that DTensors still are views of the buffer; others refuse other data at once."""
+        """Check that DTensors still are views of the buffer; other parameters refuse new data."""
         if self._buffer.is_meta or self._buffer.untyped_storage().size() == 0:
             return
         start = self._buffer.data_ptr()

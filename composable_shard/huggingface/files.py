@@ -1,9 +1,9 @@
 """Directories of safetensors files in the layout of Hugging Face's libraries.
 
 A directory holds either `model.safetensors`, or files `model-00001-of-0000N.safetensors` and an
-index, `model.safetensors.index.json`, which names the file of each tensor. Tensors may have other
-names there than in a model, or be in parts. The package `safetensors` reads and writes the files.
-It maps them to memory, so that only copied bytes are read.
+index, `model.safetensors.index.json`, which names the file of each tensor. Their names may differ
+from the model's, and a tensor may be in parts. The package `safetensors` reads and writes the
+files. It maps them to memory, so that only copied bytes are read.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Joined:
     """A tensor that a directory holds in parts.
 
     Attributes:
-        parts: Names in the directory, or again `Joined`.
-        dim: Along which the parts follow each other.
+        parts: Names in the directory, or further `Joined`.
+        dim: Dim along which the parts follow each other.
         is_new: Whether this dim is new, as in `torch.stack`; otherwise as in `torch.cat`.
     """
 
@@ -75,22 +75,22 @@ class Joined:
 
     @property
     def names(self) -> list[str]:
-        """All names of the directory in it."""
+        """All names in the directory that it joins."""
         return [name for part in self.parts for name in names_in(part)]
 
 
-Source = str | Joined  # where a tensor of the model is in a directory
+Source = str | Joined  # the place of a model's tensor in a directory
 
 
 def names_in(source: Source) -> list[str]:
-    """Return the names of the directory that a tensor is made of."""
+    """Return the names in the directory that make up a tensor."""
     return [source] if isinstance(source, str) else source.names
 
 
 def find_sources(model: nn.Module, own: Iterable[str], stored: Iterable[str]) -> dict[str, Source]:
     """Return the sources of a `transformers` model's tensors, as that library's own loader does.
 
-    From the model's own names and those that the directory has; none for any other model.
+    They follow from the names of the model and of the directory; none for any other model.
     """
     library: Any = sys.modules.get("transformers")
     if library is None or not isinstance(model, library.PreTrainedModel):
@@ -98,7 +98,7 @@ def find_sources(model: nn.Module, own: Iterable[str], stored: Iterable[str]) ->
     try:
         mapping: Any = importlib.import_module("transformers.conversion_mapping")
         core: Any = importlib.import_module("transformers.core_model_loading")
-    except ImportError:  # older ones rename nothing
+    except ImportError:  # older versions rename nothing
         return {}
     transforms = mapping.get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, core.WeightRenaming)]
@@ -169,7 +169,7 @@ class TensorFiles:
         self._slices: dict[str, Any] = {}
         self._sources: dict[str, Source] = {}
         self.tensors: dict[str, TensorInfo] = {}  # all tensors by name
-        # Of each file, `_digest`, and of the index's names, by file name, to compare ranks
+        # By file name: `_digest` of each file, and of the index's names, to compare ranks
         self.digests: dict[str, str] = {}
         try:
             index, found = _find_files(path)
@@ -184,7 +184,7 @@ class TensorFiles:
             raise
 
     def _read_header(self, path: Path, names: list[str] | None) -> None:
-        """Open a file and note its tensors: those that the index names, or all."""
+        """Open a file and note the tensors that the index names, or all of them."""
         try:
             file = self._stack.enter_context(self._open_file(str(path), framework="pt"))
             self._files[path] = file
@@ -268,8 +268,8 @@ _SAMPLE_NBYTES = 64
 def _digest(path: Path) -> str:
     """Return a digest of a file's size and header, and of some bytes of each tensor.
 
-    Checkpoints of one model have equal headers. A few bytes tell them apart, where training or
-    another seed has changed all of a tensor.
+    Checkpoints of one model have equal headers. A few bytes differ if training or another seed has
+    changed all of a tensor.
     """
     with open(path, "rb") as file:
         start = file.read(8)
@@ -353,7 +353,7 @@ class TensorWriter:
 
         Args:
             max_nbytes: Limit of a file's tensors, except for a file of one larger tensor.
-            tag: Of the temporary names: another one for each rank that writes.
+            tag: Part of the temporary names; different for each rank that writes.
         """
         self._dtype = dtype
         self._directory = directory
@@ -367,7 +367,7 @@ class TensorWriter:
         directory.mkdir(parents=True, exist_ok=True)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor in host memory, which the caller must not write to any more."""
+        """Add a tensor in host memory, which the caller must not write to from then on."""
         dtype = (self._dtype if tensor.is_floating_point() else None) or tensor.dtype
         nbytes = tensor.numel() * dtype.itemsize
         if self._pending and self._pending_nbytes + nbytes > self._max_nbytes:
@@ -384,7 +384,7 @@ class TensorWriter:
         self._pending, self._pending_nbytes = {}, 0
 
     def finish(self) -> list[Any]:
-        """Write the last file; return, as JSON, what `publish` has to know of other writers."""
+        """Write the last file; return, as JSON, what another writer's `publish` needs."""
         if self._pending:
             self._flush()
         return [[[path.name, names] for path, names in self._written], self._total_nbytes]

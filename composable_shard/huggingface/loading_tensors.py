@@ -63,8 +63,8 @@ def load_safetensors(
         directory: Holds `model.safetensors`, or an index and its files, or a single file or index
             of another name; or the path of such a file.
         strict: Raise if the model has a tensor that the checkpoint lacks, or the reverse.
-        names: Where tensors of the model are in the directory, by their names in the model: a name
-            there, or a `Joined` of several. Default: for a model of `transformers` what that
+        names: Places of the model's tensors in the directory, by their names in the model: a name
+            there, or a `Joined` of several. Default: for a model of `transformers` as that
             library's own loader does, for any other the model's names.
         group: All ranks that load parts of one model, as pipeline stages do. Default: each stage
             alone, for which the others' tensors are unexpected.

@@ -50,8 +50,8 @@ def save_safetensors(
     tied ones once. It holds one full unit on its device, and in host memory two units and the
     tensors of one file; the other ranks hold nothing beyond their shards. The files are complete
     when the call returns on any rank, and have temporary names until then; `TensorWriter.publish`
-    says what a killed process leaves. Where a unit computes in another dtype, the main values are
-    saved.
+    describes the state after a killed process. Where a unit computes in another dtype, the main
+    values are saved.
 
     One gather for each handle, and two all-gathers of 31 bytes for each process group, three if
     units have different groups, five in `group`; for DTensors one all-gather over their mesh on the
@@ -113,14 +113,14 @@ def save_safetensors(
 def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **options: Any) -> None:
     """Run the `save_pretrained` of a `transformers` model on whole values; call it on all ranks.
 
-    Writes what that method writes: its names of tensors, the configuration, and so on. The first
-    rank holds the whole model in host memory; `save_safetensors` does not. One gather for each
-    handle.
+    Writes the same files as that method: tensors under its names, the configuration, and so on. The
+    first rank holds the whole model in host memory; `save_safetensors` does not. One gather for
+    each handle.
 
     Args:
         model: A sharded model with a method `save_pretrained`.
-        directory: For the files.
-        options: Of the method, without `state_dict`.
+        directory: Directory for the files.
+        options: Options of the method, except `state_dict`.
 
     Raises:
         ValueError: If the model has peft's adapters in its modules and the method would write them
@@ -171,9 +171,9 @@ def _claim(path: Path) -> None:
 
 
 class _Part:
-    """What one writer adds to a directory, alone or with those of other ranks.
+    """The tensors that one writer adds to a directory, alone or beside other ranks' writers.
 
-    A tensor that several have must be equal, as in [Note: Owners]; the lowest rank writes it.
+    A tensor that several ranks have must be equal, as in [Note: Owners]; the lowest rank writes it.
     """
 
     def __init__(self, ranks: Ranks | None, writer: TensorWriter | None, names: list[str]) -> None:
@@ -215,7 +215,7 @@ class _Part:
             self._writer.discard()
 
     def join(self) -> None:
-        """Compare what several parts have, and give the files of all parts their names.
+        """Compare the tensors of several parts, and give the files of all parts their names.
 
         Nothing has changed if different tensors have one name.
         """
@@ -241,9 +241,9 @@ class _Part:
 
 
 def _write_all(tensors: ModelTensors, part: _Part) -> Exception | None:
-    """Gather everything, and write it on the rank with a writer; return an error in writing.
+    """Gather all tensors, and write them on the rank with a writer; return an error in writing.
 
-    The gathers continue after it, because the other ranks wait in them.
+    The gathers continue after an error, because the other ranks wait in them.
     """
     problem: Exception | None = None
     for name, tensor in _full_tensors(tensors):

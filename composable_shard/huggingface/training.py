@@ -1,4 +1,4 @@
-"""What lets `transformers.Trainer` and `accelerate` train a sharded model."""
+"""Helpers that let `transformers.Trainer` and `accelerate` train a sharded model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def keep_unwrapped(model: _M, accelerator: Any) -> _M:
         model, optimizer = accelerator.prepare(keep_unwrapped(model, accelerator), optimizer)
 
     The forward runs under the accelerator's autocast and compiler, as in DDP. `mp_policy` of
-    `fully_shard` is another matter: with it the gathers and reductions are in 16 bits too.
+    `fully_shard` differs from that: with it the gathers and reductions are in 16 bits too.
     `accelerator.get_state_dict` and `save_model` make the model whole on the first rank; call them
     on all ranks. `save_state` and `load_state` raise.
 
@@ -71,7 +71,7 @@ def _get_whole(model: nn.Module) -> dict[str, Any]:
 
 
 def _refuse_state(*_: Any) -> None:
-    """Raise in `accelerator.save_state` and `load_state`, which know no sharded optimizer state."""
+    """Raise in `accelerator.save_state` and `load_state`, which can't handle sharded optimizers."""
     raise NotImplementedError(
         "accelerate would save and load the optimizer state of one rank. Call "
         "save_checkpoint(path, model, optimizer, step=step) and load_checkpoint(path, model, "

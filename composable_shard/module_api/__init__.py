@@ -1,4 +1,4 @@
-"""What users call on a sharded module: `unshard`, `unshard_params`, settings.
+"""Functions that users call on a sharded module: `unshard`, `unshard_params`, settings.
 
 Read `unsharding` first, then `full_params` (`unshard_params`).
 """

@@ -2,9 +2,9 @@
 
 [Note: Forward methods]
 A unit is gathered by hooks of its module, which only a call of the module runs. So a registered
-method runs as such a call, in which it takes the place of forward until it begins: hooks of users
-run too, and whatever looks at the calls that are running sees one. What stands for the method in
-the module's dictionary leads back to the module weakly, and copies lead to copies.
+method runs inside such a call, in which it replaces forward until it begins: users' hooks run too,
+and code that inspects the running calls sees one. The object in the module's dictionary that
+replaces the method refers to the module weakly, and its copies refer to copies.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class ForwardMethod:
 
     Args:
         module: The module.
-        name: The method's.
-        given: The method, if it is one of this object alone; None: its class has it.
+        name: Name of the method.
+        given: The method, if it is an attribute of the module itself; None: its class has it.
     """
 
     def __init__(self, module: nn.Module, name: str, given: Callable[..., Any] | None) -> None:
@@ -59,7 +59,7 @@ class ForwardMethod:
             return method(*args, **kwargs)
 
         attributes[_FORWARD] = run
-        if COMPILED_CALL in own:  # compiled code does not see that `forward` is another one
+        if COMPILED_CALL in own:  # compiled code does not see the replaced `forward`
             attributes[COMPILED_CALL] = None
         try:
             return module(*args, **kwargs)

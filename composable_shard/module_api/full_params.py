@@ -46,13 +46,13 @@ def unshard_params(
     and backwards, are refused. Call it on all ranks of the units' meshes. The parameters end with
     the scope (a use of them raises, and a graph made from them can't run backward any more), with
     hooks and attributes that were set on them; tensors taken from them, as by `state_dict()`, stay
-    readable and keep the memory of their unit as long as they are kept. `requires_grad_()` inside
-    counts as outside. A module that is replaced inside takes no part any more; the units of one
-    tree can't be copied inside.
+    readable and keep the memory of their unit as long as they are kept. `requires_grad_()` has the
+    same effect inside as outside. A module that is replaced inside is left out from then on; the
+    units of one tree can't be copied inside.
 
-    The values are in memory of their own, as many bytes as the unsharded parameters have in the
-    main dtype, also where a strategy keeps full parameters. They are the main values: where a unit
-    computes in another dtype, a forward inside computes in the main one.
+    The values take new memory, the bytes of the unsharded parameters in the main dtype, even if a
+    strategy keeps full parameters. They are the main values: where a unit computes in another
+    dtype, a forward inside computes in the main one.
 
     All ranks must pass the same flags. One all-gather for each handle (`rank0_only`: one gather),
     none for a handle that is unsharded already; `with_grads` takes one more, and one small
@@ -72,7 +72,7 @@ def unshard_params(
             at a time.
         with_grads: Show full gradients in `.grad`, and treat them like values. A gradient set to
             None is dropped by `writeback`. Without it a gradient can only be dropped: reading it
-            raises. What `no_sync` keeps until it is reduced is not shown.
+            raises. Gradients that `no_sync` keeps unreduced are not shown.
 
     Raises:
         ValueError: If there is no unit to show.
@@ -97,7 +97,7 @@ def writeback(module: nn.Module, *, recurse: bool = False, with_grads: bool = Fa
     """Write the full parameters that `unshard` shows back to the shards; no communication.
 
     Each rank writes its own slice of its own values, so edits must be the same on all ranks. The
-    full values stay as they are until `reshard`; the next forward gathers them anew.
+    full values stay as they are until `reshard`; the next forward gathers them again.
 
     Args:
         module: A module that `unshard` was called on.
@@ -186,8 +186,8 @@ def register_flat_param(module: nn.Module, *, recurse: bool = True) -> None:
 def register_orig_params(module: nn.Module, *, recurse: bool = True) -> None:
     """Show the original parameters instead of the flat parameter.
 
-    Sharded ones with their sharded gradients, or where full values are shown, those. No-op where
-    they are shown already. No communication.
+    Shows the sharded originals with sharded gradients, or where full values are shown, the full
+    ones. No-op where they are shown already. No communication.
 
     Args:
         module: A module with sharded units.

@@ -25,10 +25,10 @@ from composable_shard.runtime import (
 def get_pending_gradients(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
     """Return copies of the gradients that wait for a reduction, as whole tensors by name.
 
-    They are this rank's own sum over the microbatches, not divided: what plain PyTorch has in
-    `.grad` without data parallelism. A gradient of which only the all-reduce was put off
-    (`set_requires_all_reduce`) is there as the mean over the shard group. Of a parameter with
-    tensor parallelism it is the local part. Parameters without a pending gradient are left out.
+    Each is this rank's own sum over the microbatches, not divided, as plain PyTorch has it in
+    `.grad` without data parallelism. If only its all-reduce is postponed
+    (`set_requires_all_reduce`), it is the mean over the shard group. For a parameter with tensor
+    parallelism it is the local part. Parameters without a pending gradient are left out.
 
     No communication, except for one all-gather for each handle with such an all-reduce: then call
     it on all ranks.
@@ -52,7 +52,7 @@ def get_pending_gradients(module: nn.Module, *, recurse: bool = True) -> dict[st
 
 
 def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None:
-    """Reduce the gradients that wait for it now, without another backward; sets `.grad`.
+    """Reduce the pending gradients now, without another backward; sets `.grad`.
 
     For a step after microbatches that all ran under `no_sync`, or with a deferred all-reduce: at
     the end of an epoch, or after an exception. Does what the end of the backward would have done,
@@ -60,8 +60,8 @@ def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None
     nothing waits on any rank. Call it on all ranks.
 
     One small all-reduce for each process group; then for each handle with pending gradients on any
-    rank one reduce-scatter, and one all-reduce over the ranks that hold copies of shards, as far as
-    there are such.
+    rank one reduce-scatter, and one all-reduce over the ranks that hold copies of shards, if there
+    are any.
 
     Args:
         module: A module with sharded units.
@@ -96,7 +96,7 @@ def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None
             for state, handle, used in due:
                 _reduce(state, handle, used)
     except BaseException:
-        # As a whole, as after an error in a backward.
+        # Drop all gradients, as after an error in a backward.
         for _, handle, _ in due:
             handle.grads.drop()
         raise
@@ -118,7 +118,7 @@ def _reduce(state: ShardState, handle: FlatParamHandle, used: list[bool]) -> Non
 def drop_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None:
     """Drop the gradients that wait for a reduction, and free their memory; no communication.
 
-    What was reduced before stays in `.grad`. `zero_grad()` of a module or optimizer, and setting
+    Gradients reduced before stay in `.grad`. `zero_grad()` of a module or optimizer, and setting
     `.grad` to None, drop both, but keep the memory until the next backward. Call it on all ranks.
 
     Args:

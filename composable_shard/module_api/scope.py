@@ -44,11 +44,11 @@ class FullParamsScope:
         lazy_init_params(module)
         self.options = options
         self.states = states
-        # What it shows, in order, each with its unit; the unit that borrows a parameter shows the
-        # whole handle that owns it.
+        # The handles shown, in order, each with its unit; for a borrowed parameter, the whole
+        # handle that owns it.
         self.handles = list(dict.fromkeys(h for state in states for h in state.needed))
         self.contexts = list(dict.fromkeys(s.context for s in states if s.context is not None))
-        # What the modules show, for each handle; empty on ranks that show shards
+        # Full parameters by handle; empty on ranks that show shards
         self.full: dict[FlatParamHandle, ScopeParams] = {}
         self.has_gradient: dict[FlatParamHandle, list[bool]] = {}
 
@@ -103,8 +103,8 @@ class FullParamsScope:
         for group, handles in _by_group(self.handles):
             flags = [flag for handle in handles for flag in self.has_gradient[handle]]
             entries = [entry for handle in handles for entry in handle.entries]
-            # A rank that can't tell says both, so that the others raise too. What another rank
-            # holds whole has no gradient here in any case.
+            # A rank with a problem sets both flags, so that the others raise too. A parameter that
+            # another rank owns never has a gradient here.
             lacks = [
                 problem is not None or not (flag or entry.spec.is_owned_by_other_rank)
                 for flag, entry in zip(flags, entries, strict=True)
@@ -164,14 +164,14 @@ class FullParamsScope:
             self.full[handle].show_gradients(self._to_host(output), self.has_gradient[handle])
 
     def _new_buffer(self, handle: FlatParamHandle) -> Tensor | None:
-        """Return a buffer for full values on the device, None on a rank that gets none."""
+        """Return a buffer for full values on the device; None on a rank that gets no values."""
         is_shown = not self.options.rank0_only or handle.shard_group.is_first
         return handle.shard.new_full() if is_shown else None
 
     def _to_host(self, values: Tensor) -> Tensor:
         if not self.options.offload_to_cpu:
             return values
-        # A copy also where the device is the CPU: scopes behave alike on all devices.
+        # Copy even if the device is the CPU, so that scopes behave the same on all devices.
         return torch.empty_like(values, device="cpu").copy_(values)
 
     def _show(self) -> None:
@@ -203,17 +203,17 @@ class FullParamsScope:
             self._refresh_held()
 
     def _refresh_held(self) -> None:
-        """Gather anew what `unshard` holds: modules show it again."""
+        """Gather the handles that `unshard` holds again, because modules show them again."""
         held = [handle for handle in self.handles if handle.full.claims]
         try:
             for handle in held:
                 if not handle.full.params.is_locked:
-                    # Made before the scope, and written back with its own.
+                    # Edits from before the scope were written back with the scope's.
                     handle.full.params.forget_edits()
                 handle.unshard(self.contexts[0].streams)
                 handle.full.wait()
         except BaseException:
-            # What could not be gathered has no memory, and must not be shown.
+            # Values that could not be gathered have no memory, and must not be shown.
             for handle in held:
                 handle.shown.show_sharded()
             raise
@@ -225,21 +225,21 @@ class FullParamsScope:
                 check_requires_grad(handle)
             for full in self.full.values() if self.options.writeback else ():
                 full.collect()
-        except Exception as problem:  # of any kind: the other ranks wait to be told
+        except Exception as problem:  # of any kind: the other ranks wait for this rank's flags
             return problem
         return None
 
     def _agree(self, problem: BaseException | None) -> dict[FlatParamHandle, list[bool]]:
-        """Tell the other ranks whether the body failed here, and learn whether it did there.
+        """Exchange with the other ranks whether the body failed.
 
-        Return which gradients were set to None on any rank, of each handle that shows gradients.
+        Return, for each handle that shows gradients, which were set to None on any rank.
         """
         dropped = {handle: self._dropped_gradients(handle) for handle in self.has_gradient}
         failed: list[int] = []
         for group, handles in _by_group(self.handles):
             with_grads = [handle for handle in handles if handle in self.has_gradient]
             ranks = range(group.num_ranks)
-            # What an earlier group told is passed on: not all of its ranks are in this one.
+            # Pass on failures known from an earlier group: not all of its ranks are in this one.
             knows = problem is not None or bool(failed)
             flags = [knows and rank == group.position for rank in ranks]
             for handle in with_grads:
@@ -250,7 +250,7 @@ class FullParamsScope:
             dropped |= {h: [bool(next(received)) for _ in h.entries] for h in with_grads}
         where = f"ranks {failed} of its group" if failed else ""
         for mesh_group in tensor_groups(self.handles):
-            # They hold other parts of the same parameters, in shard groups of their own.
+            # These ranks hold other parts of the same parameters, in other shard groups.
             flags = [problem is not None or bool(where)]
             device = self.handles[0].shard_group.device
             if Ranks([mesh_group], device).any_of(flags, problem)[0]:
@@ -269,7 +269,7 @@ class FullParamsScope:
     def _write_back(self, dropped: dict[FlatParamHandle, list[bool]]) -> None:
         for handle in self.handles:
             full = self.full.get(handle)
-            # Before: a scatter that fails may have written.
+            # Count it before: a scatter that fails may have written.
             handle.guard.count_write()
             values = None if full is None else self._to_send(full.buffer, handle)
             handle.shard.write_slice(handle.local_shard, values, from_first=self.options.rank0_only)
@@ -287,7 +287,7 @@ class FullParamsScope:
         set_gradients(handle, shard, dropped)
 
     def _to_send(self, values: Tensor, handle: FlatParamHandle) -> Tensor:
-        # Only a scatter needs all of them where the shards are; else a slice is copied.
+        # Only a scatter needs all values on the shard's device; otherwise a slice is copied.
         return values.to(handle.shard.device) if self.options.rank0_only else values
 
     def _warn_of_new_gradients(self) -> None:
@@ -301,7 +301,7 @@ class FullParamsScope:
             )
 
     def _restore(self) -> None:
-        with ExitStack() as stack:  # the rest too, whatever fails
+        with ExitStack() as stack:  # runs all callbacks, even if one fails
             stack.callback(self.full.clear)
             for full in self.full.values():
                 stack.callback(full.expire)

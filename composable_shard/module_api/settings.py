@@ -1,7 +1,7 @@
-"""Setters: what backwards reduce, what is freed when, what is gathered ahead, and comm hooks.
+"""Setters for reductions, for freeing and prefetching full parameters, and for comm hooks.
 
-Each takes a module with sharded units; `recurse` says whether those below it count too. ValueError
-if there is no unit, or for a value that makes no sense, with nothing changed.
+Each takes a module with sharded units; `recurse` includes the units below it. Raises ValueError,
+with nothing changed, if there is no unit or the value is invalid.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from composable_shard.runtime import (
 def set_requires_gradient_sync(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
     """Choose whether backwards reduce gradients, or accumulate them unsharded on each rank.
 
-    The first backward with `flag` True reduces what was accumulated.
+    The first backward with `flag` True reduces the accumulated gradients.
     """
     _set(select_states(module, recurse), "requires_gradient_sync", flag)
 
@@ -39,10 +39,9 @@ def set_requires_gradient_sync(module: nn.Module, flag: bool, *, recurse: bool =
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients without communication in the enclosed block.
 
-    As in DistributedDataParallel, the next backward outside reduces the sum, or
-    `reduce_pending_gradients`. Each rank holds unsharded gradients meanwhile, which `zero_grad`
-    drops. The earlier setting of each unit comes back, also after an
-    exception.
+    As in DistributedDataParallel, the next backward outside reduces the sum;
+    `reduce_pending_gradients` does it without one. Each rank holds unsharded gradients meanwhile,
+    which `zero_grad` drops. The earlier setting of each unit comes back, also after an exception.
 
     Raises:
         ValueError: If there is no unit in `module`.
@@ -58,7 +57,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         finally:
             _set_syncs(states, before)
     finally:
-        # Again, for an interrupt may have cut it off: backwards would never reduce.
+        # Again: if an interrupt had cut it off, backwards would never reduce.
         _set_syncs(states, before)
         note_setting(states, "the end of no_sync()", any(before))
 
@@ -79,10 +78,10 @@ def set_requires_all_reduce(module: nn.Module, flag: bool, *, recurse: bool = Tr
 
 
 def set_is_last_backward(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
-    """Tell whether the next backward is the last one before the optimizer's step.
+    """Set whether the next backward is the last one before the optimizer's step.
 
-    While False, each strategy puts off what it can without holding more memory: the all-reduce of
-    2-D meshes, and under `SHARD_OPTIM` and `NO_SHARD` the whole reduction.
+    While False, each strategy postpones every collective that it can postpone without extra memory:
+    the all-reduce of 2-D meshes, and under `SHARD_OPTIM` and `NO_SHARD` the whole reduction.
     """
     _set(select_states(module, recurse), "is_last_backward", flag)
 
@@ -90,7 +89,7 @@ def set_is_last_backward(module: nn.Module, flag: bool, *, recurse: bool = True)
 def set_gradient_divide_factor(
     module: nn.Module, factor: float | None, *, recurse: bool = True
 ) -> None:
-    """Set what the sum of the gradients over all data-parallel ranks is divided by.
+    """Set the divisor of the gradients' sum over all data-parallel ranks.
 
     Args:
         module: A module with sharded units.
@@ -113,7 +112,7 @@ def set_gradient_divide_factor(
 def set_reshard_after_forward(
     module: nn.Module, flag: ReshardAfterForward, *, recurse: bool = True
 ) -> None:
-    """Choose what is kept of the full parameters between forward and backward.
+    """Choose how much of the full parameters is kept between forward and backward.
 
     Units whose strategy keeps parameters unsharded are left as they are.
 
@@ -123,7 +122,7 @@ def set_reshard_after_forward(
         recurse: Also the units below `module`.
 
     Raises:
-        ValueError: If there is no unit, or the value is none of these; nothing is changed then.
+        ValueError: If there is no unit, or the value is invalid; nothing is changed then.
     """
     states = select_states(module, recurse)
     sizes = {handle.shard_group.size for state in states for handle in state.handles}
@@ -139,8 +138,8 @@ def set_reshard_after_forward(
 def set_reshard_after_backward(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
     """Choose whether the end of a backward frees the full parameters.
 
-    Kept ones spare the next forward its gathers, unless a shard was written. A backward then needs
-    a buffer of its own for gradients, which otherwise take the parameters' place.
+    Kept parameters save the next forward's gathers, unless a shard was written. A backward then
+    needs a separate buffer for gradients, which otherwise overwrite the parameters.
     """
     check_bool("flag", flag)
     states = select_states(module, recurse)
@@ -154,8 +153,8 @@ def set_reshard_after_backward(module: nn.Module, flag: bool, *, recurse: bool =
 def set_unshard_in_backward(module: nn.Module, flag: bool) -> None:
     """Choose whether the backward of a unit gathers its full parameters.
 
-    A backward that reads no parameter, as of embeddings alone, does without: one all-gather less.
-    Modules then show the shards while it runs.
+    A backward that reads no parameter, for example of embeddings alone, needs no gather, which
+    saves one all-gather. Modules then show the shards while it runs.
 
     Args:
         module: A sharded module.
@@ -163,7 +162,7 @@ def set_unshard_in_backward(module: nn.Module, flag: bool) -> None:
             at version 1000000000".
 
     Raises:
-        ValueError: If it is not sharded.
+        ValueError: If the module is not sharded.
     """
     check_bool("flag", flag)
     (state,) = select_states(module, recurse=False)
@@ -178,7 +177,7 @@ def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None)
     Args:
         module: A sharded module.
         modules: Sharded modules, in the order of their gathers. Empty: no gather is started ahead.
-            None: that of the unit that came next in the last call, which is the default.
+            None: the gather of the unit that came next in the last call, which is the default.
 
     Raises:
         ValueError: If one of them is not sharded.
@@ -192,7 +191,7 @@ def set_backward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None
     Args:
         module: A sharded module.
         modules: Sharded modules, in the order of their gathers. Empty: no gather is started ahead.
-            None: that of the unit whose forward ran before, which is the default.
+            None: the gather of the unit whose forward ran before, which is the default.
 
     Raises:
         ValueError: If one of them is not sharded.
@@ -209,7 +208,7 @@ def _set_prefetch(module: nn.Module, name: str, modules: Iterable[nn.Module] | N
 
 
 def _set(states: Sequence[ShardState], name: str, value: object, shown: str = "") -> None:
-    """Change a setting of units, and let the ranks find out where only some of them do."""
+    """Change a setting of units; if only some ranks change it, the ranks' comparison raises."""
     if not shown:
         check_bool("flag", value)
     is_new = any(getattr(state, name) != value for state in states)
@@ -221,25 +220,25 @@ def _set(states: Sequence[ShardState], name: str, value: object, shown: str = ""
 def register_comm_hook(
     module: nn.Module, hook: CommHook | None, state: object = None, *, recurse: bool = True
 ) -> None:
-    """Let a hook do the communication that turns unsharded gradients into shards of their mean.
+    """Make a hook replace the collectives that reduce gradients to shards of their mean.
 
     It is called `hook(state, stage)` in place of each collective of a reduction, with a
     `ReductionStage`: once for the reduce-scatter over the shard group, if there is one, and once
     for each group of ranks that hold copies (the second axis of a 2-D mesh, and all of `NO_SHARD`),
     whose stage may come in a later backward. It writes the sum over `stage.group` into
-    `stage.output`; the library divides. It returns None, or an object with `wait()` for a sum that
-    is there only then. `composable_shard.comm.hooks` has hooks that compress.
+    `stage.output`; the library divides. It returns None, or an object with `wait()` if the sum is
+    complete only after that. `composable_shard.comm.hooks` has hooks that compress.
 
     Gradients that `no_sync` accumulates reach the hook once, as their sum. A rank that trains alone
     sends nothing, so the hook is not called. An error that it raises drops the gradients of the
-    backward as a whole, as any other; it must be raised on all ranks alike. Copies and pickles of
-    the module have no hook.
+    backward as a whole, as any other; all ranks must raise it. Copies and pickles of the module
+    have no hook.
 
     Args:
         module: A module with sharded units.
-        hook: What to call; the same on all ranks, which the first forward checks by name. None
-            takes the hook away, if there is one: gradients are reduced as by default again.
-        state: Its first argument, kept alive by the units.
+        hook: The function to call; the same on all ranks, which the first forward checks by name.
+            None removes the hook, if there is one: gradients are reduced as by default again.
+        state: The hook's first argument, kept alive by the units.
         recurse: Also the units below `module`.
 
     Raises:

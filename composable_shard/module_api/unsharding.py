@@ -99,7 +99,7 @@ def _show_unsharded(state: ShardState) -> None:
     """Wait for `_unshard` and register the full parameters."""
     for handle in state.needed:
         if state.context is not None and not handle.shown.is_unsharded:
-            # Again, if shards were written meanwhile: what was sent may be half of each.
+            # Again, if shards were written meanwhile: the gather may have sent old and new values.
             handle.unshard(state.context.streams)
         handle.full.wait()
         handle.shown.show_unsharded()

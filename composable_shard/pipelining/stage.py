@@ -2,12 +2,12 @@
 
 [Note: Pipelines]
 A schedule of torch runs several microbatches through a stage and then calls `perform_reduce_grad`
-once. Its stages treat modules of torch's own data-parallel classes so that nothing is reduced
-before, and ours have no class of their own. So the stage does it: backwards before the last one
-leave gradients unsharded and keep the full parameters for the next microbatch; the last one reduces
-everything while it runs. Schedules that run the backward in two parts ask autograd for gradients of
-`module.parameters()`, which must be those of the graph: such a stage is unsharded from its first
-part to the end of the step, and its gradients are reduced there.
+once. Torch's stages recognise torch's data-parallel modules by their class, and make them reduce
+nothing before. Sharded modules have no such class, so this stage does it: backwards before the last
+one leave gradients unsharded and keep the full parameters for the next microbatch; the last one
+reduces everything while it runs. Schedules that run the backward in two parts ask autograd for
+gradients of `module.parameters()`, which must be the graph's parameters: such a stage is unsharded
+from its first part to the end of the step, and its gradients are reduced there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class PipelineStage(pipelining.PipelineStage):
     """A stage for all schedules of `torch.distributed.pipelining`, whose arguments it takes.
 
     Each unit of its module is reduced once a step. With `reshard_after_forward=False` it is
-    gathered once, too; otherwise once for each forward, as far as nothing keeps it, and once for
-    the first backward. A module without units is treated as torch does.
+    gathered once, too; otherwise once for each forward, unless it is kept, and once for the first
+    backward. A module without units is treated as in torch's stage.
 
     Under `no_sync` and the like, gradients wait for a reduction after a step too. Pass
     `scale_grads=False` to the schedule then, which scales `.grad`.
@@ -36,7 +36,7 @@ class PipelineStage(pipelining.PipelineStage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_reduced = False  # what the backwards since the last reduction have left
+        self._is_reduced = False  # whether the last backward has reduced the gradients
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -61,7 +61,7 @@ class PipelineStage(pipelining.PipelineStage):
 
 @contextmanager
 def _further_microbatches(module: nn.Module, are_there: bool) -> Iterator[None]:
-    """Let a backward reduce nothing and keep full parameters, if further microbatches come."""
+    """If further microbatches come, make backwards reduce nothing and keep full parameters."""
     if not are_there:
         yield
         return

@@ -1,9 +1,9 @@
-"""Backwards that failed, or reached no unit: what is dropped, and what is still issued.
+"""Backwards that failed or reached no unit: dropped gradients, reductions issued afterwards.
 
 [Note: End of backward]
 The autograd engine calls back at the end of a backward pass, but only if it succeeds. Only the
-engine holds the object that it would call. Once that object is dead without having been called,
-the backward was aborted, and its unpublished gradients are dropped as a whole.
+engine holds the object that it would call. If that object dies uncalled, the backward was aborted,
+and all its unpublished gradients are dropped.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from composable_shard.torch_private import current_backward_id
 
 
 def catch_up_before_next(context: TreeContext, turns: Turns) -> None:
-    """Let this rank issue what others may have before they failed, before all else on its groups.
+    """Register `run` to be called before the next collective on the tree's groups.
 
-    Nothing here can block or fail. [Note: Buckets]
+    It issues reductions that peers may have issued. Nothing here can block or fail. [Note: Buckets]
     """
     ref = weakref.ref(context)
 
@@ -45,7 +45,7 @@ def catch_up_before_next(context: TreeContext, turns: Turns) -> None:
 
 
 def drop_aborted(context: TreeContext) -> None:
-    """Drop what an aborted backward left in handles; already published gradients stay.
+    """Drop the gradients that an aborted backward left in handles; published ones stay.
 
     Gradients that `no_sync` kept unsharded are dropped too: the aborted pass may have added to
     some of them.
@@ -53,7 +53,7 @@ def drop_aborted(context: TreeContext) -> None:
     if not context.has_aborted:
         return
     try:
-        context.has_aborted = False  # what it issues may come back here
+        context.has_aborted = False  # its collectives may call this again
         _catch_up(context)
     finally:
         context.has_aborted = True  # until all is dropped
@@ -69,11 +69,11 @@ def drop_aborted(context: TreeContext) -> None:
 
 
 def note_unreached_call(context: TreeContext) -> None:
-    """Note that more calls than ever wait for a backward; warn if one ran and reached none.
+    """Note the most open calls so far; warn if a backward ran since and reached no unit.
 
-    Autograd finds sharded parameters in no graph, so `loss.backward(inputs=params)` runs no node
-    at all, and nothing tells of it. But it takes a number, as every backward does, also one that
-    failed before it reached a unit.
+    Autograd finds sharded parameters in no graph, so `loss.backward(inputs=params)` runs no node at
+    all and calls no hook. But it takes a number, and so does a backward that failed before it
+    reached a unit.
     """
     context.most_open_calls = context.open_calls
     number, last = _next_backward_id(), context.probed_backward_id
@@ -81,7 +81,7 @@ def note_unreached_call(context: TreeContext) -> None:
     others = [tree for tree in trees if tree is not context]
     is_of_others = any(max(o.last_backward_id, o.probed_backward_id) > last for o in others)
     if any(state.known_forwards.refuses_hooks for state in context.live_states()):
-        return  # or that of a transform in a forward
+        return  # a transform in a forward may have taken the number
     if not is_of_others and context.open_calls > 1 and context.last_backward_id < last < number - 1:
         names = [state.name for ref in context.armed if (state := ref()) is not None]
         warnings.warn(
@@ -94,7 +94,7 @@ def note_unreached_call(context: TreeContext) -> None:
 
 
 def _next_backward_id() -> int:
-    """Return the number that the next backward would have had; the one after it has the next."""
+    """Run an empty backward and return its number; the next backward gets the number after it."""
     found: list[int] = []
     with torch.enable_grad():
         leaf = torch.zeros((), requires_grad=True)
@@ -106,7 +106,7 @@ def _next_backward_id() -> int:
 def _catch_up(context: TreeContext) -> None:
     """Issue the reductions that other ranks may have issued before a backward failed.
 
-    An error of it is not ours to raise: all of it is dropped. [Note: Buckets]
+    Errors are suppressed, because the results are dropped anyway. [Note: Buckets]
     """
     expected, context.expected = context.expected, None
     if expected is None:

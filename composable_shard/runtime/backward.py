@@ -1,4 +1,4 @@
-"""What a backward does on the way from an output of the tree to the gradients of its units."""
+"""Hooks that a backward runs: on outputs of units, on forwards run again, on gradients."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from composable_shard.torch_private import current_backward_id
 
 
 class CallReached:
-    """Announces one call of a unit to a backward, which reaches an output of it.
+    """A hook on the outputs of one call of a unit; announces the call to a backward.
 
     Keeps the unit alive as long as the graph, so that a backward works after `del model`.
 
-    A call inside another one announces that first, if it was not yet. A loss may be made of what
-    the inner call returned alone.
+    An inner call first announces the call around it, if that was not announced yet: the loss may
+    depend on the inner call's output alone.
 
     Args:
-        state: The unit, whose call begins.
-        outer: That of the call around it.
-        end: Where the call has ended.
+        state: The unit whose call begins.
+        outer: The `CallReached` of the call around it, if any.
+        end: `context.num_forwards` when the call ended, if it has.
 
     Attributes:
-        state, outer: The same.
-        backward_id: Of the last backward to which it was announced.
+        state, outer: As in Args.
+        backward_id: Autograd's number of the last backward to which the call was announced.
         end: `context.num_forwards` when the call has ended, -1 while it runs.
         runs_alone: Whether no other unit ran in this call, [Note: Buckets].
     """
@@ -62,15 +62,15 @@ class CallReached:
 
     @property
     def is_announceable(self) -> bool:
-        """Whether a call inside may announce it: else only its own outputs do, or raise."""
+        """Whether an inner call may announce this one; else only its own outputs do, or raise."""
         is_over = self.end != -1 and not self.state.is_in_scope
         return is_over and _count_writes(self.state) == self._num_writes
 
     def __call__(self, *_: Any) -> None:
         """End the units that are over; make the unit of the call ready.
 
-        One all-gather for each handle that is not unsharded, and the gather of the unit that is
-        expected next is started.
+        Issues one all-gather for each sharded handle, and starts the gather of the unit that is
+        expected next.
         """
         state, outer = self.state, self.outer
         context = state.context
@@ -88,7 +88,7 @@ class CallReached:
         backward.reach(state, self._start, self.end)
         if state.buckets is not None:
             _reach_buckets(backward, state, self._start, runs_alone=self.runs_alone)
-        # The owner of borrowed ones may have ended since, and freed them.
+        # The owner of borrowed handles may have ended since, and freed them.
         has_borrowed = all([handle.shown.is_unsharded for handle in state.borrowed])
         if state.training_state is TrainingState.PRE_BACKWARD and has_borrowed:
             return
@@ -109,7 +109,7 @@ def runs_alone(state: ShardState) -> bool:
 
 
 def _unshard(backward: BackwardPass, state: ShardState) -> None:
-    """Gather a unit for its backward, start the gathers of those to come, show its parameters."""
+    """Gather a unit for its backward, start the gathers of the next units, show its parameters."""
     gather_in_backward(backward.context, state, backward.prefetched, backward.following)
     for handle in () if state.reads_nothing else state.needed:
         handle.full.wait()
@@ -128,8 +128,8 @@ def _count_writes(state: ShardState) -> int:
 def recompute(state: ShardState) -> None:
     """Make the unit ready for a forward inside a backward, as in activation checkpointing.
 
-    Its full parameters stay until its last gradient, or the end of the backward: early-stopping
-    recomputation leaves a module by an exception.
+    Its full parameters stay until the unit's end, because early-stopping recomputation leaves a
+    module by an exception.
     """
     context = state.context
     if context is None:
@@ -138,12 +138,12 @@ def recompute(state: ShardState) -> None:
     backward = begin_backward(context)
     backward.recomputed.add(state)
     if state.is_checkpointed and state.call_number >= context.call_start:
-        # Perhaps no unit around it tells that the backward has come here, [Note: End of a unit].
+        # There may be no unit around it whose output was reached, [Note: End of a unit].
         backward.end_units_after(state.call_end)
     if backward.early is not None:
         backward.early.check_not_written(state.needed)
     for handle in state.needed:
-        # Gradients that have come before say nothing of when this forward's are complete.
+        # Restart the count: earlier gradients don't count towards this forward's.
         handle.grads.awaited.reset()
         handle.unshard(context.streams, "backward")
     for handle in state.needed:
@@ -152,7 +152,7 @@ def recompute(state: ShardState) -> None:
 
 
 def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, index: int) -> None:
-    """Take the gradient of one parameter."""
+    """Pack the gradient of parameter `index`; issue reductions that it makes due."""
     state = state_ref()
     if state is None or state.context is None:
         return
@@ -163,7 +163,7 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
     backward.accumulates = True
     if state.buckets is not None and state.buckets.is_issued(handle):
         state.runs_backwards = True
-        return  # [Note: Buckets]: a late gradient, of a nested backward, stays where it is
+        return  # [Note: Buckets]: a nested backward's late gradient stays in `.grad`
     if backward.early is not None:
         backward.early.note_accumulated(handle, index)
     counts_each = state.buckets is not None or position == -1 or handle.shown.has_early_hooks
@@ -177,7 +177,7 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
 
 
 def _enter(state: ShardState, handle: FlatParamHandle, index: int) -> BackwardPass:
-    """Return the backward; its first gradient may be what tells of it, or of the unit."""
+    """Return the backward with the handle open; a gradient may be the first sign of either."""
     assert state.context is not None
     _check_not_in_scope(state)
     backward = begin_backward(state.context)
@@ -196,19 +196,19 @@ def _pack(
     *,
     counts_each: bool,
 ) -> None:
-    """Move a gradient into the reduce buffer; those to come go there directly if they may."""
+    """Move a gradient into the reduce buffer; later ones go there directly where allowed."""
     if torch.is_grad_enabled():
         # create_graph: the packed copy must not become part of the graph.
         with torch.no_grad():
             handle.grads.pack(index, may_overwrite=False)
         return
-    # A backward nested in this one, as reentrant checkpointing runs it, finishes a parameter that
-    # this one, or another such, may use again.
+    # A nested backward (reentrant checkpointing) finishes a parameter that this backward, or
+    # another nested one, may use again.
     state.runs_backwards |= current_backward_id() != backward.graph_task_id
-    # A value that gave way to a gradient, on some ranks only, would be gathered for a recomputation
-    # by these ranks alone.
+    # If gradients overwrote values on some ranks only, these ranks alone would gather the values
+    # again for a recomputation.
     may_overwrite = (
-        handle in backward.reducing  # else the gradient stays, and the value's memory must not
+        handle in backward.reducing  # otherwise gradients stay and values are freed
         and handle.reshards_after_backward
         and not handle.full.serves_graphs
         and not any(state.backward_hooks)
@@ -232,7 +232,7 @@ def _end_unannounced(backward: BackwardPass, state: ShardState, handle: FlatPara
 def _end_full_buckets(
     backward: BackwardPass, state: ShardState, handle: FlatParamHandle, index: int
 ) -> None:
-    """Reduce the buckets whose turn it is with this gradient, see [Note: Buckets]."""
+    """Reduce the buckets that this gradient makes due, see [Note: Buckets]."""
     buckets, position = state.buckets, backward.positions[handle]
     assert buckets is not None
     if position == -1:
@@ -273,7 +273,7 @@ def _ending_next(backward: BackwardPass, state: ShardState, position: int) -> li
 
 
 def _check_not_in_scope(state: ShardState) -> None:
-    """Check that a backward that reaches the unit can run."""
+    """Raise if a backward reached the unit inside `unshard_params`."""
     for handle in state.needed:
         if handle.shown.scope is not None:
             raise RuntimeError(

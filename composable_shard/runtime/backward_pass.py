@@ -1,12 +1,12 @@
 """One backward over a tree: which units end, what is reduced, and how it ends.
 
 [Note: End of a unit]
-A unit's gradients are reduced and its parameters freed when nothing in the backward needs it any
-more. Gradients can't tell when that is: a parameter may get one on some ranks only, and all ranks
-must issue the same collectives in the same order. The forward can: the autograd engine runs first
-what was recorded last. Calls of units are numbered as they begin. When the backward reaches the
-output of a call, every unit whose first call began after that one had ended is over, on all ranks.
-The remaining units end with the backward. A parameter without gradient counts as zero.
+A unit's gradients are reduced and its parameters freed when the backward no longer needs the unit.
+Gradients don't show when that is: a parameter may get one on some ranks only, and all ranks must
+issue the same collectives in the same order. The forward does: the autograd engine runs the node
+recorded last first. Calls of units are numbered as they begin. When the backward reaches an output
+of call k, every unit whose first call began after k had ended is over, on all ranks. The remaining
+units end with the backward. A parameter without a gradient counts as zero.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ _EngineCallback = partial[None]
 
 
 class BackwardPass:
-    """All that one backward over a tree knows; to drop the object is to forget the backward.
+    """The state of one backward over a tree. Dropping the object forgets the backward.
 
     Attributes:
         context: The tree.
-        states: Its units: the graph may be all that keeps one, on some ranks.
+        states: The tree's units, kept alive: on some ranks only the graph may hold a unit.
         graph_task_id: Autograd's number of the backward.
-        following: The unit whose backward is expected after that of each.
-        reducing: The handles whose gradients it reduces; it leaves the others' unsharded.
-        accumulates: It accumulates gradients of parameters.
-        asks_for_late: Its flags say which handles have gradients that came after a reduction.
-        is_sure_to_reduce: All ranks know that some rank does.
-        open_handles: What it needs: (position, unit, handle), in the order in which they end.
-        positions: The position of each of these, -1 for the end of the backward.
-        counted: Handles whose accumulated gradients have been counted.
-        recomputed: Units whose forward it has run again.
-        prefetched: Units whose gathers it issued ahead, until they run; True: the user chose them.
-        early: Handles that are published before its end; None where none has hooks.
-        makes_graph: Its own nodes are recorded, [Note: Graphs of gradients].
+        following: For each unit, the unit whose backward is expected next.
+        reducing: Handles whose gradients this backward reduces; other gradients stay unsharded.
+        accumulates: This rank accumulates gradients of parameters, or some rank is known to.
+        asks_for_late: The flags at the end show handles whose gradients came after a reduction.
+        is_sure_to_reduce: All ranks know that some rank accumulates gradients.
+        open_handles: (position, unit, handle) of handles in use, in the order in which they end.
+        positions: Number of the call with which each open handle ends; -1: with the backward.
+        counted: Handles whose gradients were counted as they arrived.
+        recomputed: Units whose forward ran again in this backward.
+        prefetched: Units gathered ahead that have not run; True: the user chose the unit.
+        early: Publishes gradients with hooks before the end; None if no handle has hooks.
+        makes_graph: The backward's own nodes are recorded, [Note: Graphs of gradients].
         waiting: Handles with gradients that wait for a later reduction.
-        turns: Which reductions come in an agreed order, [Note: Agreed order].
+        turns: Handles that are reduced in an agreed order, [Note: Agreed order].
     """
 
     def __init__(self, context: TreeContext) -> None:
@@ -88,8 +88,8 @@ class BackwardPass:
         self.waiting: dict[FlatParamHandle, None] = {}
         self.turns = NO_TURNS
         self._engine_callback: weakref.ref[_EngineCallback] | None = None
-        self._reaches_earlier_call = False  # than the last one that led the tree
-        self._is_ending = False  # autograd has run all of it
+        self._reaches_earlier_call = False  # before the tree's last call
+        self._is_ending = False  # autograd has run all its nodes
         self._reduced: dict[FlatParamHandle, None] = {}
         self._in_flight: list[FlatParamHandle] = []  # reductions issued and not waited for
         self._hook_error: BaseException | None = None
@@ -97,7 +97,7 @@ class BackwardPass:
     # The backward begins
 
     def begin(self) -> None:
-        """Ask the engine to call back, and open the units that wait for a backward."""
+        """Register the engine's callback, and open the units whose outputs wait for a backward."""
         context = self.context
         self._ask_engine()
         context.backward, context.last_backward_id = self, self.graph_task_id
@@ -120,18 +120,18 @@ class BackwardPass:
         buckets, order = find_buckets(context), context.reduction_order
         self.asks_for_late = context.has_regions
         if order is not None:
-            # What is late in a bucket is packed before the flags could see it where it was.
+            # Late gradients of a bucket are packed before the flags look for them in `.grad`.
             self.asks_for_late = self.asks_for_late or any(h.grads.is_persistent for h in buckets)
             self.turns = order.begin(states, self.reducing, asks_for_late=self.asks_for_late)
         self.accumulates = any(h.will_get_gradient() for state in states for h in state.handles)
-        # What waits is reduced by a backward that adds nothing to it, too: all of it, or nothing.
+        # A backward without new gradients also reduces waiting ones: of all handles, or of none.
         self.accumulates = self.accumulates or any(map(needs_reduction, self.reducing))
         self._agree_to_reduce([handle for handle in buckets if handle not in self.turns])
         for state in armed:
             self.open_unit(state, context.first_calls.get(state.ref, -1))
 
     def _ask_engine(self) -> None:
-        # An object of its own, which no traceback keeps alive after an error in `begin`.
+        # A separate object: after an error in `begin` a traceback would keep `self` alive.
         callback: _EngineCallback = partial(self.finish)
         note = partial(note_abort, weakref.ref(self.context))
         self._engine_callback = weakref.ref(callback, note)
@@ -140,7 +140,7 @@ class BackwardPass:
     def _agree_to_reduce(self, buckets: list[FlatParamHandle]) -> None:
         """Let all ranks know whether any of them accumulates gradients, see [Note: Buckets].
 
-        Where there are buckets: one all-reduce of a byte for each process group.
+        Issues one all-reduce of a byte for each process group that has buckets.
         """
         groups = {handle.shard_group.joint_groups: handle.shard_group for handle in buckets}
         if not groups:
@@ -153,7 +153,7 @@ class BackwardPass:
         self.is_sure_to_reduce = self.accumulates
 
     def is_called_by(self, callback: weakref.ref[_EngineCallback]) -> bool:
-        """Return whether this is the object that the engine calls at the end of this backward."""
+        """Return whether the engine calls this object at the end of this backward."""
         return self._engine_callback is callback
 
     def make_graph(self, state: ShardState) -> None:
@@ -167,17 +167,17 @@ class BackwardPass:
             for handle in self.context.live_handles():
                 handle.full.serve_graphs()
         for handle in state.needed:
-            handle.full.serve_graphs()  # a write since may have ended this
+            handle.full.serve_graphs()  # a write may have ended this since
 
     # Units begin and end
 
     def reach(self, state: ShardState, start: int, end: int) -> None:
-        """Note that a call of the unit was reached; end the units that are over.
+        """Open a unit, as the backward reached an output of its call; end the units that are over.
 
         Args:
             state: The unit.
             start: Number of the call.
-            end: Number of the first call that began after it.
+            end: Number of the first call that began after it had ended.
         """
         if start < self.context.call_start:
             self._reaches_earlier_call = True
@@ -200,7 +200,7 @@ class BackwardPass:
             if before is not None:
                 self.close(handle)
                 if position == -1:
-                    handle.grads.take_directly(False)  # from now on each is counted
+                    handle.grads.take_directly(False)  # from now on each gradient is counted
             elif position >= 0 and handle in self._in_flight:
                 # A late gradient waits for its last reduction, perhaps on this rank only: the
                 # second stage must be issued before. [Note: Two stages]
@@ -210,12 +210,12 @@ class BackwardPass:
             if not handles or handles[-1][0] >= position:
                 handles.append(item)
             elif len(handles) > 1 and handles[-2][0] >= position:
-                handles.insert(-1, item)  # before the leader of a call, which began first
+                handles.insert(-1, item)  # the leader's call began first, so it stays last
             else:
                 insort(handles, item, key=lambda item: -item[0])
 
     def close(self, handle: FlatParamHandle) -> None:
-        """Take a handle out of those that are open."""
+        """Remove a handle from the open ones, without ending it."""
         del self.positions[handle]
         self.open_handles = [item for item in self.open_handles if item[2] is not handle]
 
@@ -227,7 +227,7 @@ class BackwardPass:
             self.end_handle(state, handle)
 
     def end_handle(self, state: ShardState, handle: FlatParamHandle) -> None:
-        """Reduce a handle that is over, or note that it waits for it; free its full parameters."""
+        """Reduce a handle that is over, or note that its gradients wait; free full parameters."""
         if not handle.full.claims and not handle.full.params.is_locked:
             handle.take_back("in a backward hook")
         if state.buckets is not None and state.buckets.end(handle):
@@ -247,7 +247,7 @@ class BackwardPass:
         end_in_backward(self.context, state, handle)
 
     def _go_early(self, early: EarlyGradients, state: ShardState, handle: FlatParamHandle) -> None:
-        """Collect what went early before, and let this handle go early if it may."""
+        """Collect handles that went early before; start this one's flags if it may go early."""
         if early.pending:
             self._advance_in_flight()
             early.collect(is_ending=self._is_ending)
@@ -272,11 +272,11 @@ class BackwardPass:
             self.issue(self.turns[handle], handle, keeps=self._keeps_values(handle))
 
     def issue(self, state: ShardState, handle: FlatParamHandle, *, keeps: bool) -> None:
-        """Start the reduction of a handle.
+        """Start the reduction of a handle, on all ranks in the same order; ends the one in flight.
 
         Args:
-            state: Its unit.
-            handle: What to reduce.
+            state: The handle's unit.
+            handle: The handle to reduce.
             keeps: Whether the full values must stay.
         """
         if early_trees and self.context not in early_trees:
@@ -299,24 +299,24 @@ class BackwardPass:
             self._run_hooks(handle)
 
     def _keeps_values(self, handle: FlatParamHandle) -> bool:
-        """Return whether the full values are still wanted when the handle's unit is over."""
+        """Return whether the full values are still needed after the unit's end."""
         keeps = handle.full.serves_graphs or bool(handle.full.claims)
         return keeps or not handle.reshards_after_backward
 
     def _advance_in_flight(self) -> None:
-        """Wait until the reduction in flight, if any, needs its buffers no more."""
+        """Wait until the reduction in flight, if any, no longer needs its buffers."""
         while self._in_flight:
             self._in_flight.pop(0).grads.advance()
 
     # The backward ends
 
     def finish(self) -> None:
-        """Reduce what is left, publish all gradients, and run hooks on them."""
+        """Reduce the remaining handles, publish all gradients, and run their hooks."""
         self._is_ending = True
         early_trees.pop(self.context, None)
         let_buckets_go(self.context)
         if self.early is not None and self.early.pending:
-            # Whose gradients are final must be known before the others are asked about.
+            # The flags below leave out handles with final gradients, so these must be known first.
             self._advance_in_flight()
             self.early.collect(is_ending=True)
         known = {*self.positions, *self._reduced, *self.turns}
@@ -324,7 +324,7 @@ class BackwardPass:
         unsynced = find_unsynced(self.context, due) if due else []
         handles = self._pack_rest([handle for _, handle in unsynced])
         if self.is_sure_to_reduce:
-            # Other ranks may have done so already, and wait for it.
+            # Other ranks may have issued these reductions already, and wait for this rank.
             self._issue_rest(unsynced)
         self.issue_turns(self.turns.rest() if self.turns else ())
         buckets = find_buckets(self.context)
@@ -341,7 +341,7 @@ class BackwardPass:
         )
         self.context.flag_reductions.append(flags)
         if not self.accumulates:
-            # Another rank may, where this one skips a unit for example.
+            # Another rank may accumulate gradients of a unit that this rank skipped.
             self.accumulates = any(any(used) for used in flags.finish())
         if self.accumulates and self.turns:
             self.issue_turns(self.turns.last(handles, flags.finish()))
@@ -360,11 +360,11 @@ class BackwardPass:
         return_to_idle(self.context)
         # Until here an interrupt counts as an abort of the backward.
         self.context.backward, self.context.spans_calls = None, self._reaches_earlier_call
-        # Last of all: a user's hook may raise, or step an optimizer.
+        # Run hooks last: a user's hook may raise, or step an optimizer.
         self._run_last_hooks(published)
 
     def _pack_rest(self, unsynced: list[FlatParamHandle]) -> list[FlatParamHandle]:
-        """Pack all gradients that are not; return the handles that are published at the end."""
+        """Pack the gradients not packed yet; return the handles that are published at the end."""
         still_open = [
             handle
             for _, state, handle in self.open_handles
@@ -373,7 +373,7 @@ class BackwardPass:
             and (handle.requires_grad or needs_reduction(handle))
         ]
         for handle in unsynced:
-            handle.adopt_changes()  # no forward has: this backward does not run the unit
+            handle.adopt_changes()  # no call has done it: the unit did not run
         turns = list(self.turns)
         for handle in turns:
             if handle not in self.positions and handle not in self._reduced:
@@ -385,7 +385,7 @@ class BackwardPass:
         return [handle for handle in handles if handle not in ready]
 
     def _issue_rest(self, others: list[tuple[ShardState, FlatParamHandle]]) -> None:
-        """Reduce what the end of the backward has left open, and other handles."""
+        """Reduce the handles that are still open at the end, and the given others."""
         self.end_units_after(-1)
         for owner, handle in others:
             self.issue(owner, handle, keeps=self._keeps_values(handle))
@@ -393,11 +393,11 @@ class BackwardPass:
     def _publish(
         self, handles: list[FlatParamHandle], flags: FlagReduction
     ) -> list[FlatParamHandle]:
-        """Wait for everything that is in flight; give the parameters their gradients."""
+        """Wait for all reductions and flags in flight; give the parameters their gradients."""
         self._advance_in_flight()
         for handle in handles:
             handle.grads.finish()
-        # Last, for it costs no time then; but before anything is published, for it may fail.
+        # Wait for flags last, when they have arrived, but before publishing, as a wait may fail.
         for other in self.context.flag_reductions:
             other.finish()
         self.context.flag_reductions.clear()
@@ -407,7 +407,7 @@ class BackwardPass:
         published = []
         for handle, used in zip(handles, flags.finish(), strict=True):
             if handle in self.turns and not self.turns.has_reduced(handle):
-                continue  # no rank has used it
+                continue  # no rank used the handle
             handle.grads.publish(list(map(bool, used)))
             published.append(handle)
             if handle.grads.reduction.partial is not None:
@@ -417,7 +417,7 @@ class BackwardPass:
         return published
 
     def _run_hooks(self, handle: FlatParamHandle) -> None:
-        """Run the hooks of a handle's parameters, unless one has failed in this backward."""
+        """Run the hooks of a handle's parameters, unless a hook has failed in this backward."""
         if self._hook_error is not None or handle.grads.reduction.partial is not None:
             return
         if trace.logs:
@@ -426,11 +426,11 @@ class BackwardPass:
             if handle.guard.may_have_hooks:
                 handle.shown.run_gradient_hooks()
         except BaseException as error:
-            # Raised at the end: the other ranks count on this one's collectives.
+            # Raise it at the end, because the other ranks wait for this rank's collectives.
             self._hook_error = error
 
     def _run_last_hooks(self, handles: list[FlatParamHandle]) -> None:
-        """Run the hooks of handles that were published at the end; raise what any hook raised."""
+        """Run the hooks of handles that were published at the end; raise the first hook's error."""
         accumulating = {
             handle
             for state in self.context.live_states()
@@ -445,14 +445,14 @@ class BackwardPass:
             try:
                 raise error
             finally:
-                del error  # its traceback has this frame: a cycle
+                del error  # its traceback refers to this frame: a cycle
 
 
 def let_buckets_go(context: TreeContext | None = None) -> None:
-    """Reduce what any rank may have reduced early, before anything else is issued, [Note: Buckets].
+    """Reduce buckets that a rank may have reduced early, before other collectives, [Note: Buckets].
 
     Args:
-        context: The tree that is about to, which lets its own wait. None for a recomputation.
+        context: The tree that is about to issue; its own buckets wait. None: a recomputation.
     """
     for other in [each for each in early_trees if each is not context]:
         early_trees.pop(other)
@@ -473,7 +473,7 @@ def reduce_buckets(
         if handle in backward.turns:
             backward.issue_turns(backward.turns.take(handle))
             continue
-        # Packed in place, its values are gone; else the unit may need them until its end.
+        # Packing in place overwrote the values; otherwise the unit may need them until its end.
         is_packed_in_place = handle.grads.is_in_place
         backward.issue(state, handle, keeps=not is_packed_in_place)
         if is_packed_in_place:
@@ -481,7 +481,7 @@ def reduce_buckets(
 
 
 def begin_backward(context: TreeContext) -> BackwardPass:
-    """Return the running backward over the tree; begin it if this is the first sign of it."""
+    """Return the tree's running backward; begin one if none runs, after dropping an aborted one."""
     backward: BackwardPass | None = context.backward
     if backward is None:
         let_buckets_go(context)

@@ -150,7 +150,7 @@ def _rebuild_sequence(value: Any, dtype: torch.dtype) -> Any:
 def cast_buffers(modules: list[nn.Module], kept: list[nn.Module], dtype: torch.dtype) -> None:
     """Cast the floating-point buffers that `modules` themselves hold, except inside `kept`."""
     left_alone = {id(module) for root in kept for module in root.modules()}
-    done: dict[int, Tensor] = {}  # modules may share one
+    done: dict[int, Tensor] = {}  # modules may share a buffer
     for module in modules:
         for name, buffer in buffers_of(module).items():
             if buffer is None or id(module) in left_alone:
@@ -208,11 +208,10 @@ class BufferBroadcast:
         ]
 
     def broadcast_if_due(self, *, is_followed: bool) -> None:
-        """Broadcast, unless the rule says no: [Note: When buffers are broadcast].
+        """Broadcast if it is due, see [Note: When buffers are broadcast].
 
-        All buffers of the unit travel together, as bytes: one broadcast, on a 2-D mesh without a
-        group of all its ranks one along each axis. None for a unit without buffers. `is_followed`:
-        the next forward is to broadcast too.
+        Sends all buffers of the unit as bytes in one broadcast; on a 2-D mesh without a group of
+        all its ranks in two, one along each axis. `is_followed`: the next forward broadcasts too.
         """
         if self._is_due:
             self._broadcast()
@@ -236,10 +235,10 @@ class BufferBroadcast:
         foreach_copy_(buffers, received)
 
     def _collect(self) -> list[Tensor]:
-        """Return the buffers, each once, widest dtype first: their bytes are aligned then.
+        """Return the buffers, each once, widest dtype first, so that their bytes are aligned.
 
-        As aliases with version counters of their own: a graph that waits for its backward may have
-        saved a buffer, for example batch norm's running mean, without reading it again.
+        Returns aliases with separate version counters: a pending graph may have saved a buffer that
+        its backward does not read, for example batch norm's running mean.
         """
         found: dict[int, Tensor] = {}
         for slots in self._slots:

@@ -1,8 +1,8 @@
-"""A forward: gather a unit, show its parameters, free them; and what an interrupted call leaves.
+"""A forward: gather a unit, show its parameters, free them; clean up after interrupted calls.
 
 [Note: Transforms]
 Inside `torch.func.grad`, `vmap` and the like the hooks step out of all transforms, and modules see
-full parameters. What a transform records has no output to hook: see [Note: Graphs of gradients].
+full parameters. Graphs of transforms have no output to hook: see [Note: Graphs of gradients].
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from composable_shard.torch_private import (
 def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> None:
     """Make the unit ready to compute: gather, start the next unit's gather, register.
 
-    The first of the module's forward hooks. One all-gather for each handle that is not unsharded
-    already. If anything fails, the unit is as before the call.
+    Runs as the module's first forward hook. Issues one all-gather for each sharded handle. If
+    anything fails, the unit is as before the call.
     """
     if (are_transforms_active() or num_dispatch_modes()) and (outside := unobserved()) is not None:
         with outside:
@@ -69,15 +69,15 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
     is_again = state.depth > 0 or (call is not None and call.leader is state.ref)
     if call is None or call.leader() is None or (is_again and not _is_running(state)):
         call = _begin_call(context, state, module)
-        context = state.context or context  # the first call may make one for more units
-    context.entered[state.ref] = None  # first: whatever comes, the next call looks here
+        context = state.context or context  # the call may have rebuilt the tree
+    context.entered[state.ref] = None  # first: after any interrupt the next call cleans up here
     state.depth += 1
     if state.depth > 1:
         return
     try:
         _unshard(context, state, call)
         if state.buffers is not None and state not in call.broadcast:
-            # Batch norm moves its statistics in training mode, a user's module with a graph.
+            # Batch norm writes buffers in training mode, a user's module perhaps with grad enabled.
             is_trained = module.training or torch.is_grad_enabled()
             state.buffers.broadcast_if_due(is_followed=is_trained and state.reduces_fully)
             call.broadcast.add(state)
@@ -91,7 +91,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
 
 
 def _prepare(context: TreeContext, state: ShardState, module: nn.Module) -> TreeContext:
-    """Return the tree that a unit is in, at rest and compared with the other ranks'."""
+    """Return a unit's tree, idle, up to date and compared with the other ranks' trees."""
     if context.backward is not None:
         _is_in_backward(context)
     if context.is_checked and (
@@ -154,7 +154,7 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
     for target in ahead:
         _refresh(target)
     if not state.is_in_pass:
-        # Before anything is gathered: after an error `_leave_pass` frees it.
+        # Claim before gathering, so that `_leave_pass` frees the values after an error.
         state.is_in_pass = True
         for handle in needed:
             handle.full.claim(state.ref)
@@ -170,7 +170,7 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
 
 
 def _refresh(state: ShardState) -> None:
-    """Do what `attach_or_refresh` does, mostly with handles that are attached already."""
+    """`attach_or_refresh` for the common case, that the handles are attached already."""
     for handle in state.needed:
         if handle.is_attached:
             handle.adopt_changes()
@@ -182,7 +182,7 @@ def _check_forward_in_scope(state: ShardState) -> None:
     """Check that a forward inside `unshard_params` can run: on what the scope shows.
 
     Raises:
-        RuntimeError: If it records a graph, or this rank has no full values.
+        RuntimeError: If the forward records a graph, or this rank has no full values.
     """
     for handle in state.needed:
         scope = handle.shown.scope
@@ -260,7 +260,7 @@ def _leave_transforms(state: ShardState, module: nn.Module, args: tuple[Any, ...
 def _leave_pass(
     context: TreeContext, state: ShardState, *, keeps: bool = False, is_armed: bool = False
 ) -> None:
-    """Give up the unit's claim on its full parameters: the end of its forward, or an error."""
+    """Release the unit's claim on its full parameters, at the end of its forward or on error."""
     state.modules_to_run = state.num_modules
     if state.is_in_pass:
         for handle in state.needed:
@@ -276,7 +276,7 @@ def _leave_pass(
                 else:
                     release_handle(context, handle, is_backward_next=is_armed)
         state.is_in_pass = False
-    if state.depth == 0:  # last: until then `_recover_interrupted_call` repeats all of it
+    if state.depth == 0:  # last, so that after an interrupt `_recover_interrupted_call` repeats it
         context.entered.pop(state.ref, None)
 
 
@@ -284,7 +284,7 @@ def _leave_pass(
 
 
 def _leave_failed_call(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
-    """Leave the unit as before a call that could not begin."""
+    """Restore the unit's state from before a call that failed to begin."""
     state.depth -= 1
     _leave_pass(context, state)
     if call.leader is state.ref:
@@ -292,26 +292,26 @@ def _leave_failed_call(context: TreeContext, state: ShardState, call: ForwardCal
 
 
 def _end_call(context: TreeContext, call: ForwardCall) -> None:
-    """Free what was gathered ahead; forget the call."""
+    """End a tree's call: free unused prefetched units, release claims that are left."""
     if call.prefetched:
         drop_prefetched(call.prefetched)
     call.order.end()
     context.call = None
     for state in context.entered_states() if context.entered else ():
-        # A unit of several modules of which this call ran only some.
+        # The call may have run only some of a unit's modules.
         if state.depth == 0:
             _leave_pass(context, state, keeps=state.reshard_after_forward is False)
 
 
 def _recover_interrupted_call(context: TreeContext) -> None:
-    """End what an exception has left half done; no call of the tree is running."""
+    """Clean up after a call or backward that an exception ended; no call of the tree may run."""
     if trace.profiling.asks() is not trace.profiling.is_found:
         trace.profiling.change()
     if context.has_aborted:
         drop_aborted(context)
     for other in reversed(context.entered_states() if context.entered else ()):
         other.known_forwards.end(other.name, None)
-        # A call that was interrupted past the hooks (KeyboardInterrupt) never ended.
+        # After a KeyboardInterrupt the post-forward hook has not run.
         other.depth = 0
         if other.training_state is TrainingState.FORWARD:
             other.transition(TrainingState.IDLE)
@@ -322,14 +322,14 @@ def _recover_interrupted_call(context: TreeContext) -> None:
 
 
 def check_is_idle(context: TreeContext, what: str) -> None:
-    """Check that the tree runs neither forward nor backward, and end what was interrupted.
+    """Check that the tree runs neither forward nor backward; clean up after interrupted ones.
 
     Args:
         context: The tree.
         what: How the message begins, for example "unshard_params can't be opened".
 
     Raises:
-        RuntimeError: If it does.
+        RuntimeError: If it runs either.
     """
     for state in context.entered_states():
         if state.depth == 0 or _count_calls(state) == 0:
@@ -347,9 +347,9 @@ def check_is_idle(context: TreeContext, what: str) -> None:
 
 
 def _is_in_backward(context: TreeContext) -> bool:
-    """Return whether a backward runs; one that has raised is waited for, 1 s at most.
+    """Return whether a backward runs; waits up to 1 s until one that has raised is dropped.
 
-    An accelerator's thread of autograd may drop it later than backward() raises in this thread.
+    An accelerator's autograd thread may drop it only after backward() has raised in this thread.
     """
     deadline = time.monotonic() + 1
     while context.backward and current_backward_id() == -1 and time.monotonic() < deadline:
@@ -358,14 +358,14 @@ def _is_in_backward(context: TreeContext) -> bool:
 
 
 def _is_running(state: ShardState) -> bool:
-    """Return whether the unit is called, and no exception has interrupted the call it tells of."""
+    """Return whether another call of the unit is running, not ended by an exception."""
     return state.depth > 0 and _count_calls(state) > 1
 
 
 def _count_calls(state: ShardState) -> int:
     """Return how many calls of the unit's modules are on the interpreter's stack.
 
-    No token does this: nn.Module runs its hooks after an Exception only, so a KeyboardInterrupt
-    ends a call without a word to us, and nothing in the call's frame is ours to die with it.
+    A flag can't replace this: nn.Module runs its hooks after an Exception only, so a
+    KeyboardInterrupt ends a call unseen, and the call's frame holds no object of ours.
     """
     return sum(read_state(module) is state for module in called_modules())

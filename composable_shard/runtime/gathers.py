@@ -1,16 +1,16 @@
-"""Which units are gathered ahead, and when full parameters are freed.
+"""The choice of units to gather ahead, and the release of full parameters.
 
 [Note: Gathers of small units]
 A gather costs its latency even for a few bytes, on gloo also the waking of threads on both sides.
-So small units are gathered several at a time: if the next unit's gather has not been issued, those
-of the units after it are issued along with it, while all of them together have at most
-`prefetch_nbytes` of the running unit. Each has a gather of its own, straight into its buffer. So
-either the next unit is ahead, or at most that many bytes.
+So small units are gathered several at a time: if the next unit's gather has not been issued, it is
+issued together with the gathers of the following units, while their total stays within the running
+unit's `prefetch_nbytes`. Each unit has its own gather, directly into its buffer. So either one unit
+is ahead, or at most `prefetch_nbytes`.
 
 [Note: Gathers of kept values]
-Under `SHARD_OPTIM` full parameters stay, and only a write to the shards calls for a gather. So the
-first forward after it, of whichever unit of the tree, starts the gathers of all of them, in one
-order: ranks may run the units in different orders, and some of them more often.
+Under `SHARD_OPTIM` full parameters stay, and only a write to the shards makes a gather necessary.
+The first forward of any unit after a write starts the gathers of all units of the tree, in one
+order, because ranks may run the units in different orders and different numbers of times.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def choose_ahead(
 
     Args:
         state: The unit that runs now.
-        prefetched: The units that were gathered ahead; `state` is taken out.
-        chosen: The units that the user chose; None to take those that come next.
-        upcoming: The units that came next the last time, in order, if the order was the same so
-            far. None ends them.
+        prefetched: The units that were gathered ahead; `state` is removed.
+        chosen: The units that the user chose; None: choose from `upcoming`.
+        upcoming: The units that came next the last time, in order; empty if the order has changed.
+            None (a deleted unit) ends the choice.
     """
     prefetched.pop(state, None)
     if chosen is not None:
@@ -63,11 +63,11 @@ def gather_ahead(
     *,
     are_chosen: bool,
 ) -> None:
-    """Start the gathers of units.
+    """Start the gathers of units that run later; skip handles that are unsharded.
 
     Args:
         context: The tree's.
-        prefetched: Where the units are entered.
+        prefetched: The dict to enter the units in.
         targets: From `choose_ahead`.
         when: "forward" or "backward".
         are_chosen: Whether the user chose them.
@@ -75,7 +75,7 @@ def gather_ahead(
     for target in targets:
         if when == "backward" and target.reads_nothing:
             continue
-        # Before its gathers: should one fail, the others are freed.
+        # Enter the unit before its gathers, so that they are freed if one of them fails.
         prefetched[target] = are_chosen or prefetched.get(target, False)
         for handle in target.needed:
             if handle.is_attached and handle.shown.state is Shown.SHARDED:
@@ -83,7 +83,7 @@ def gather_ahead(
 
 
 def gather_kept(context: TreeContext) -> None:
-    """Gather what stays and was written since, of all units, [Note: Gathers of kept values]."""
+    """Gather kept values of all units whose shards were written, [Note: Gathers of kept values]."""
     for state in context.live_states():
         for handle in state.handles:
             full = handle.full
@@ -98,27 +98,27 @@ def gather_in_backward(
     prefetched: dict[ShardState, bool],
     following: dict[StateRef, StateRef],
 ) -> None:
-    """Start the gathers of a unit that a backward has reached, and of the units to come after it.
+    """Start the gathers of a unit that a backward has reached, and of the units after it.
 
     Args:
         context: The tree's.
         state: The unit.
         prefetched: The units that this backward has gathered ahead.
-        following: The unit that is expected after each.
+        following: For each unit, the unit that is expected after it.
     """
     state.transition(TrainingState.PRE_BACKWARD)
     for handle in state.needed:
         if handle.guard.has_new_attributes:
             handle.adopt_changes()
-        # Once registered it holds what is needed, though on some ranks a gradient may have taken
-        # the place of a value meanwhile: all ranks must decide alike.
+        # Decide by `shown.state`, which is equal on all ranks, not by `full.state`, which is not:
+        # on some ranks gradients may have overwritten values.
         if handle.shown.state is Shown.SHARDED and not state.reads_nothing:
             handle.unshard(context.streams, "backward")
     chosen = state.backward_prefetch
     ahead = choose_ahead(state, prefetched, chosen, _follow(following, state.ref))
     if ahead and chosen is None and prefetched:
-        # A backward may leave units out. A forward in the known order leaves out none of those
-        # gathered ahead, and its end frees them if it does.
+        # A backward may skip prefetched units, so free them. A forward in the known order skips
+        # none, and its end frees any that it did skip.
         drop_prefetched(prefetched, keeps=ahead, keeps_chosen=True)
     gather_ahead(context, prefetched, ahead, "backward", are_chosen=chosen is not None)
 
@@ -137,21 +137,21 @@ def drop_prefetched(
     keeps: Collection[ShardState] = (),
     keeps_chosen: bool = False,
 ) -> None:
-    """Free what was gathered ahead for units that did not run, but for some."""
+    """Free prefetched units that did not run, except `keeps` and, on request, chosen ones."""
     for unused, is_chosen in list(prefetched.items()):
         if unused in keeps or (is_chosen and keeps_chosen):
             continue
         is_idle = unused.training_state is TrainingState.IDLE
         for handle in unused.needed if is_idle else ():
-            # Another unit may compute with it, of which this one borrows.
+            # A unit that shares the handle (tied weights) may compute with it.
             is_used = bool(handle.full.claims) or handle.shown.is_unsharded
             if is_used:
                 continue
             if unused.reshard_after_forward is not False:
                 handle.full.free()
             else:
-                # The values stay, but nothing stays in flight. As in `reshard`, nobody wants an
-                # error of it.
+                # The values stay, but no gather stays in flight. Its error is ignored, as in
+                # `reshard`.
                 with suppress(RuntimeError):
                     handle.full.wait()
         del prefetched[unused]
@@ -164,8 +164,8 @@ def release_handle(
 
     Args:
         context: The tree's.
-        handle: What to release.
-        is_backward_next: Keep what the policy keeps for a backward.
+        handle: The handle to release.
+        is_backward_next: Keep the part that the policy keeps for a backward, if any.
     """
     if handle.full.claims:
         return
@@ -177,7 +177,7 @@ def release_handle(
 
 
 def end_in_backward(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
-    """Bring a handle to rest that a backward needs no more, and its unit behind the backward."""
+    """Release a handle that the backward no longer needs; its unit becomes POST_BACKWARD."""
     release_after_backward(context, handle)
     if state.training_state is TrainingState.PRE_BACKWARD:
         state.transition(TrainingState.POST_BACKWARD)
@@ -189,8 +189,8 @@ def release_after_backward(context: TreeContext, handle: FlatParamHandle) -> Non
         release_handle(context, handle)
     elif not handle.full.claims:
         handle.shown.show_sharded()
-        # One that was issued ahead, for a unit that this backward did not run, may never be used.
-        # An error is not ours to raise here, as in `reshard`.
+        # A gather issued ahead, for a unit that this backward did not run, may never be used, so
+        # its error is ignored, as in `reshard`.
         with suppress(RuntimeError):
             handle.full.wait()
 
@@ -214,10 +214,10 @@ def return_to_idle(context: TreeContext) -> None:
 
 
 def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:
-    """Make a checked value count from the unit's next forward on.
+    """Set `reshard_after_forward` to a checked value, from the unit's next forward on.
 
-    A number makes a process group, the first time: all ranks must call this alike. Units whose
-    strategy keeps parameters unsharded stay as they are.
+    A number creates a process group the first time: call it on all ranks with the same value. Does
+    nothing for units whose strategy keeps parameters unsharded.
     """
     if not state.options.strategy.facts.frees_params:
         return
@@ -227,7 +227,7 @@ def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:
 
 
 def find_small_group(shard_group: ShardGroup, value: ReshardAfterForward) -> SmallGroup | None:
-    """Return the ranks that a checked number speaks of, or None where it is none."""
+    """Return the group of n neighbouring ranks for a checked number n; None for other values."""
     if value is None or isinstance(value, bool):
         return None
     return SmallGroup.of(shard_group, value)

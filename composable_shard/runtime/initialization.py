@@ -36,9 +36,9 @@ from composable_shard.torch_private import DisableTorchFunctionSubclass, buffers
 
 
 def attach_or_refresh(state: ShardState) -> None:
-    """Make the buffers and hooks of a unit, and adopt what was done to its parameters at rest.
+    """Give a unit's handles buffers and hooks, and adopt changes of their sharded parameters.
 
-    Idempotent; touches no tensor when there is nothing to do.
+    Local and idempotent: touches no tensor if nothing has changed.
     """
     for handle in state.handles:
         if not handle.is_attached:
@@ -52,9 +52,9 @@ def lazy_init(module: nn.Module) -> None:
     """Do now what otherwise happens at the first forward of `module`.
 
     Allocates buffers, adopts parameters that `.to()` or `to_empty()` gave new data, and checks that
-    all ranks shard the same model in the same way. A second call touches no tensor. The first time:
-    one small all-gather for each process group, and a broadcast of each shard to the ranks that
-    hold copies of it, so that replicas start equal.
+    all ranks shard the same model in the same way. The first call issues one small all-gather for
+    each process group, and a broadcast of each shard to the ranks that hold copies of it, so that
+    replicas start equal. A second call touches no tensor.
 
     Raises:
         ValueError: If no module in `module` was sharded.
@@ -66,7 +66,7 @@ def lazy_init(module: nn.Module) -> None:
 
 
 def initialize(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
-    """Do what `lazy_init` does, for a call that modules around `module` make, outermost first."""
+    """Do what `lazy_init` does, for a call of `module` inside calls of `callers`."""
     lazy_init_params(module, callers, has_values=True)
     contexts = [state.context for state in get_states(module) if state.context is not None]
     unchecked = list(dict.fromkeys(context for context in contexts if not context.is_checked))
@@ -76,14 +76,14 @@ def initialize(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
         if unmanaged := find_unmanaged(modules):  # a scope may have compared the ranks before
             raise_unmanaged(unmanaged)
         for context in unchecked:
-            _compare_initial_values(context.live_states())  # if a scope compared the rest before
+            _compare_initial_values(context.live_states())  # a scope may have compared all else
             _place_buffers(context)
             context.is_checked = True
             _watch(context, [*callers, module][0])
 
 
 def _watch(context: TreeContext, outermost: nn.Module) -> None:
-    """Note which modules are in a tree, and in what is around it without being a unit."""
+    """Note what is in a tree, and what is in an unsharded module around it."""
     modules = context.live_modules()
     around = modules if read_state(outermost) is not None else [outermost]
     context.around = dict.fromkeys(map(weakref.ref, around))
@@ -94,7 +94,7 @@ def _watch(context: TreeContext, outermost: nn.Module) -> None:
 def lazy_init_params(
     module: nn.Module, callers: Sequence[nn.Module] = (), *, has_values: bool = False
 ) -> None:
-    """Do what `lazy_init` does, except for buffers: a scope may be there to initialise them.
+    """Do what `lazy_init` does, except for buffers, which a scope may be about to initialise.
 
     Args:
         module: As for `lazy_init`.
@@ -129,11 +129,11 @@ def lazy_init_params(
 
 
 def _fix_owners(contexts: list[TreeContext]) -> None:
-    """Fix who owns parameters whole, see [Note: Owners]."""
+    """Fix the owner of each whole parameter, see [Note: Owners of whole parameters]."""
     states = [state for context in contexts for state in context.live_states()]
     handles = [handle for state in states for handle in state.handles]
     if not all(handle.has_fixed_owners for handle in handles):
-        # The ranks compare everything soon; a rank that has another plan meets them there.
+        # The ranks compare everything soon, which finds a rank with a different plan.
         if any(handle.layout.owners for handle in handles):
             settle_owners(handles, always_compare=False)
         for handle in handles:
@@ -152,7 +152,7 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
             for handle in state.handles:
                 handle.check_ready()
                 handle.shown.check_registered()
-    unmanaged = find_unmanaged(modules) if has_values else []  # a scope opens what is sharded
+    unmanaged = find_unmanaged(modules) if has_values else []  # a scope shows sharded ones only
     for context in contexts:
         _check_agreement(context.live_states(), unmanaged, has_values)
         # Ranks that initialised copies of a shard differently would train different models.
@@ -192,7 +192,7 @@ def _check_buffers(modules: list[nn.Module]) -> None:
 
 
 def _place_buffers(context: TreeContext) -> None:
-    """Bring buffers to the device where `to_empty(device="cpu")`, for the shards, left them."""
+    """Move buffers to the device: `to_empty(device="cpu")` for offloaded shards moved them too."""
     handles = [handle for state in context.live_states() for handle in state.handles]
     if any(handle.offload.is_active for handle in handles):
         for root in context.live_modules():
@@ -206,16 +206,16 @@ _Groups = tuple[dist.ProcessGroup, ...]
 def _check_agreement(states: list[ShardState], unmanaged: list[str], has_values: bool) -> None:
     """Compare names, shapes, dtypes and options of all units over their data-parallel ranks.
 
-    Also those of buffers that are broadcast, the trainable parameters that no unit manages, and
+    Also compares the buffers that are broadcast, the trainable parameters that no unit manages, and
     with `has_values` the initial values.
 
-    One all-gather of 32 bytes for each process group; only where it finds a difference are the
-    descriptions themselves exchanged, as JSON. Where any rank has hooks on gradients, one
-    all-reduce of a byte for each handle, so that all know. [Note: Early gradients]
+    Issues one all-gather of 32 bytes for each process group. If it finds a difference, the
+    descriptions themselves are exchanged, as JSON. If any rank has hooks on gradients, one
+    all-reduce of a byte for each handle informs all ranks. [Note: Early gradients]
 
     Raises:
-        RuntimeError: On all ranks of the mesh alike, naming the first difference and the ranks, or
-            the parameters that no unit manages.
+        RuntimeError: The same on all ranks of the mesh, naming the first difference and the ranks,
+            or the parameters that no unit manages.
     """
     meshes: dict[_Groups, _Mesh] = {}
 
@@ -288,7 +288,7 @@ def _names_of(chosen: tuple[StateRef, ...] | None) -> str:
 
 @dataclass
 class _Mesh:
-    """All that ranks in the same process groups must agree on."""
+    """Descriptions of units that must be equal on all ranks of some process groups."""
 
     ranks: Ranks
     handles: list[FlatParamHandle] = field(default_factory=list)
@@ -323,7 +323,7 @@ def _compare_initial_values(states: list[ShardState]) -> None:
     One all-gather of 32 bytes for each process group, if there are any.
 
     Raises:
-        RuntimeError: On all ranks, naming the first parameter of which ranks have other values.
+        RuntimeError: On all ranks, naming the first parameter whose values differ between ranks.
     """
     meshes: dict[_Groups, _Mesh] = {}
     for handle in [each for state in states for each in state.handles if each.initial.are_known]:
@@ -335,7 +335,7 @@ def _compare_initial_values(states: list[ShardState]) -> None:
 
 
 def _raise_other_values(all_values: list[list[tuple[str, int | None]]]) -> None:
-    """Raise if ranks have other checksums of a parameter; None fits any."""
+    """Raise if checksums of a parameter differ between ranks; None matches any."""
     for each in zip(*all_values, strict=False):
         ranks: dict[int, list[int]] = {}
         for rank, (_, checksum) in enumerate(each):
@@ -356,7 +356,7 @@ _MARK = "_composable_shard_empty_version"
 
 
 class _MetaBuffer(Tensor):
-    """A meta tensor that marks what `empty_like` makes of it, which is how `to_empty()` works."""
+    """A meta tensor that marks results of `empty_like`, which `to_empty()` calls."""
 
     @classmethod
     def __torch_function__(
@@ -378,7 +378,7 @@ class _MetaBuffer(Tensor):
 
 
 def _fill(tensor: Tensor) -> None:
-    """Fill with a value that a real buffer hardly holds everywhere, and that spoils results."""
+    """Fill with a value that spoils results and that real buffers hardly ever hold everywhere."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif tensor.dtype is torch.bool:
@@ -395,16 +395,16 @@ def watch_meta_buffers(module: nn.Module) -> None:
 
 
 def place_buffers(module: nn.Module, device: torch.device) -> None:
-    """Bring the buffers that `module` itself holds to a device; those on meta stay."""
+    """Move the buffers that `module` itself holds to a device; meta buffers stay."""
     for name, buffer in buffers_of(module).items():
         if buffer is not None and not buffer.is_meta and buffer.device != device:
             buffers_of(module)[name] = buffer.to(device)
 
 
 def is_never_written(buffer: Tensor) -> bool:
-    """Return whether a buffer came out of `to_empty()` and still holds what was there.
+    """Return whether a buffer came from `to_empty()` and was not written since.
 
-    The version counter tells of in-place writes, and the values of writes through `.data`.
+    The version counter shows in-place writes, the values show writes through `.data`.
     """
     if getattr(buffer, _MARK, None) != version_of(buffer) or buffer.numel() == 0:
         return False

@@ -1,4 +1,4 @@
-"""Which units are one tree: trees that join for tied parameters, and are made anew.
+"""Which units form one tree: trees join for tied parameters, and are rebuilt.
 
 [Note: Trees without a root]
 Layers may be sharded without a `fully_shard` on a module around them. Each is a tree of its own and
@@ -7,11 +7,11 @@ are reduced when the backward ends. Only where one of its units borrows paramete
 (tied weights) do the two become one: the reduction must wait for the calls of both.
 
 [Note: Units that are taken out]
-A unit that a program takes out of its model may be garbage for a while, and collected at other
-moments on each rank. So nothing that all ranks do may depend on whether it is still there. When a
-call begins whose modules have other children than before, the tree is made anew of what is below
-them. For a tree of several modules the module around them tells, whose call ran them first, or with
-which `lazy_init` was called.
+A unit that a program takes out of its model may be garbage for a while, and each rank may collect
+it at a different time. So no common action of the ranks may depend on whether it still exists. If
+the children of a tree's modules have changed when a call begins, the tree is rebuilt from the units
+below them. A tree of several modules is watched through the module around them (whose call first
+ran them, or that was passed to `lazy_init`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
 
 
 def adopt_contents(context: TreeContext) -> None:
-    """Check what is new below the modules of a tree, and note whether to make the tree anew.
+    """Check new contents below the modules of a tree, and mark the trees to rebuild.
 
     Raises:
         RuntimeError: If no unit manages a trainable parameter, see [Note: Whole model].
@@ -70,7 +70,7 @@ def adopt_contents(context: TreeContext) -> None:
 
 
 def renew_context(context: TreeContext) -> None:
-    """Make a tree anew of the units below each of its modules.
+    """Rebuild a tree: the units below each of its modules get a new context.
 
     See [Note: Units that are taken out]. Graphs that wait for a backward stay valid.
     """
@@ -97,13 +97,13 @@ def join_owners(context: TreeContext, borrowed: Sequence[FlatParamHandle]) -> No
 
 
 def _join(context: TreeContext, other: TreeContext) -> TreeContext:
-    """Make one tree of two if `other` can join; return the context that its units have now.
+    """Make one tree of two if `other` can join; return the context that its units then have.
 
-    It can at rest and without a graph, because calls are numbered per context.
+    A tree can join only when idle and without a graph, because calls are numbered per context.
     """
     is_busy = other.call or other.backward or other.has_aborted or other.serves_graphs
     is_busy = is_busy or context.call or context.backward or context.device != other.device
-    # What is to be made anew, its next call makes.
+    # A tree that has changed is rebuilt by its next call, so it can't join now.
     is_changed = any(map(has_changed, other.watched_modules()))
     if other.armed or is_busy or is_changed:
         return other

@@ -1,4 +1,4 @@
-"""What a forward returns, or leaves on modules: what announces its unit to a backward."""
+"""Hooks on the outputs of a forward, returned or left on modules, that announce its unit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from composable_shard.torch_private import (
 
 
 def serve_graphs(state: ShardState) -> None:
-    """Keep the unit's full values for graphs that nobody announces."""
+    """Keep the unit's full values for graphs whose backward no hook announces."""
     for handle in state.needed:
         handle.full.serve_graphs()
 
@@ -39,14 +39,14 @@ def arm(
     *,
     is_looked_at: bool,
 ) -> tuple[Any, bool]:
-    """Let a backward reach what a call returns or leaves on modules.
+    """Put hooks on the tensors that a call returns or leaves on modules.
 
-    Return the output, without views of full values, and whether a backward may reach the call.
+    Returns the output, without views of full values, and whether a backward may reach the call.
     """
     if current_dual_level() >= 0:
         serve_graphs(state)  # [Note: Transforms]
     num_nodes = next_sequence_nr() - state.call_sequence_nr
-    # Of buffers that do not outlive every view, with values now.
+    # Addresses of full buffers that hold values and may be freed before a view of them.
     extents = [
         (start := full.output.data_ptr(), start + full.buffer.nbytes)
         for handle in state.needed
@@ -58,8 +58,8 @@ def arm(
         tensors = _tensors(output)
     if not torch.is_grad_enabled():
         return output, False
-    # An input, or the output of a unit inside, may come through unchanged, perhaps on this rank
-    # only. With nodes of their own the backward reaches the units in the same order on all ranks.
+    # A call may return an input, or an inner unit's output, unchanged, perhaps on this rank only.
+    # New nodes let the backward reach the units in the same order on all ranks.
     call = context.call
     newest = state.call_sequence_nr
     if call is not None and call.output_sequence_nr > newest:
@@ -84,9 +84,9 @@ def _find_kept(
     *,
     is_looked_at: bool,
 ) -> list[Tensor]:
-    """Return the tensors that the call has left on modules, where most losses are kept.
+    """Return the tensors that the call has left on modules, such as an auxiliary loss.
 
-    Where the number of nodes is new, the next backward leaves the values alone, [Note: Aliases].
+    If the number of nodes is new, the next backward overwrites no values, [Note: Aliases].
     """
     found = list(kept_tensors(module))
     kept = [tensor for tensor in found if not _is_older(tensor, state.call_sequence_nr)]
@@ -110,7 +110,7 @@ def _register(
     tensors: Sequence[Tensor],
     hook: CallReached | None,
 ) -> bool:
-    """Let the backward tell when it reaches outputs of the unit; return whether it may."""
+    """Put a hook on outputs of the unit; return whether a backward may reach any of them."""
     hook = hook or CallReached(state, None, context.num_forwards)
     hook.runs_alone = state.buckets is not None and runs_alone(state)
     is_armed = False
@@ -129,27 +129,27 @@ def _register(
 
 
 def _is_older(tensor: Tensor, sequence_nr: int) -> bool:
-    """Return whether autograd knew a tensor before it had recorded so many nodes."""
+    """Return whether a tensor's node is older than this number; leaves that need a gradient are."""
     node = tensor.grad_fn
     return tensor.requires_grad if node is None else sequence_nr_of(node) < sequence_nr
 
 
 def _renew_older(newest: int, tensor: Tensor) -> Tensor:
-    """Give an older tensor a new node, in place where it may be detached in place afterwards."""
+    """Give an older tensor a new node; in place if possible, so that `detach_()` works on it."""
     if not _is_older(tensor, newest):
         return tensor
-    # An op in place on leaves, views and subclasses means more, or is refused.
+    # On leaves, views and subclasses an in-place op has further effects, or is refused.
     if type(tensor) is not Tensor or tensor.grad_fn is None or base_of(tensor) is not None:
         return tensor.view_as(tensor)
     version = version_of(tensor)
     tensor.transpose_(0, 0)
-    # Nothing was written: what autograd has saved of it is valid.
+    # No value was written, so tensors that autograd has saved stay valid.
     set_versions((tensor,), (version,))
     return tensor
 
 
 def _is_within(extents: list[tuple[int, int]], tensor: Tensor) -> bool:
-    try:  # here, without a call for each output
+    try:  # inlined, to save a call for each output
         pointer = tensor.data_ptr()
     except RuntimeError:
         return False
@@ -161,7 +161,7 @@ def _copy_alias(extents: list[tuple[int, int]], tensor: Tensor) -> Tensor:
 
 
 def _tensors(output: Any) -> Sequence[Tensor]:
-    """Return the tensors in an output, which mostly is one."""
+    """Return the tensors in an output; fast if it is a single tensor."""
     return (output,) if isinstance(output, Tensor) else list(iter_tensors(output))
 
 

@@ -1,4 +1,4 @@
-"""Which gradients a backward reduces, and what all ranks compare about that."""
+"""Which gradients a backward reduces, and which facts about it the ranks compare."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from composable_shard.runtime.reduction_order import LATE
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.torch_private import DisableTorchFunctionSubclass
 
-# Of which the running backward may have reduced buckets early, on some ranks: one at most.
+# Trees whose backward may have reduced buckets early on some ranks. At most one.
 early_trees: dict[TreeContext, None] = {}
 
 
 def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
-    """Let the ranks find out where one of them does not set this, once they have compared units.
+    """Enter a setting into the order that the ranks compare, so that they find a rank without it.
 
     Args:
-        states: The units that it is set on.
-        what: The setter, and the value.
-        is_new: Whether that changes anything.
+        states: The units that it is set on; does nothing before they were compared.
+        what: The setter and the value.
+        is_new: Whether the value changes.
     """
     agreed = [state for state in states if state.context and state.context.has_agreed]
     if agreed and is_new:
@@ -36,7 +36,7 @@ def find_late(
     used: list[list[int]],
     turns: Collection[FlatParamHandle],
 ) -> list[tuple[ShardState, FlatParamHandle]]:
-    """Return what is reduced once more, see [Note: Buckets]; but `turns` have been."""
+    """Return the handles to reduce again, [Note: Buckets]; handles in `turns` are done."""
     found = [handle for handle, flags in zip(handles, used, strict=True) if LATE in flags]
     late = [(state, handle) for handle in found if (state := context.owner_of(handle)) is not None]
     for state, _ in late:
@@ -48,7 +48,7 @@ def find_late(
 def reduces(state: ShardState, handle: FlatParamHandle) -> bool:
     """Return whether a backward reduces the gradients of the handle, or leaves them unsharded.
 
-    A buffer that holds them unsharded anyway is reduced once, when nothing is put off.
+    A persistent buffer, unsharded anyway, is reduced once, when no reduction is postponed.
     """
     if not handle.grads.is_persistent:
         return state.requires_gradient_sync
@@ -56,7 +56,7 @@ def reduces(state: ShardState, handle: FlatParamHandle) -> bool:
 
 
 def defers_all_reduce(state: ShardState, handle: FlatParamHandle) -> bool:
-    """Return whether a reduction over the shard group leaves out the copies of the shard."""
+    """Return whether a reduction postpones the all-reduce over the replicate groups."""
     is_due = state.requires_all_reduce and state.is_last_backward
     return not is_due and bool(handle.shard_group.replicate_groups)
 
@@ -73,7 +73,7 @@ def find_buckets(context: TreeContext) -> dict[FlatParamHandle, ShardState]:
 
 
 def use_flags(handle: FlatParamHandle, is_bucket: bool, late: Collection[object]) -> Sequence[int]:
-    """Return for each parameter whether it got a gradient, and whether that came too late."""
+    """Return a flag for each parameter: 0, 1 for a gradient, `LATE` if it came too late."""
     used = handle.grads.used
     if not is_bucket:
         return [LATE * each for each in used] if handle in late else used
@@ -87,7 +87,7 @@ def use_flags(handle: FlatParamHandle, is_bucket: bool, late: Collection[object]
 def find_unsynced(
     context: TreeContext, due: Collection[FlatParamHandle]
 ) -> list[tuple[ShardState, FlatParamHandle]]:
-    """Return which of some handles have gradients of earlier microbatches, each with its unit."""
+    """Return the handles in `due` that have gradients of earlier microbatches, with their units."""
     return [
         (state, handle)
         for state in context.live_states()
@@ -101,7 +101,7 @@ def find_unsynced(
 
 
 def step_facts(context: TreeContext) -> StepFacts:
-    """Return what the program has done since the last backward, for all ranks to compare.
+    """Return what the program did to parameters since the last backward, for the ranks to compare.
 
     How often an optimizer has stepped, the one that has most, for a rank may have none for some
     parameters; whether parameters were edited; how often those were written that each rank holds

@@ -1,21 +1,21 @@
-"""In which order ranks reduce gradients, and which of them before a unit or a backward ends.
+"""The order of reductions, and the gradients reduced before a unit or a backward ends.
 
 [Note: Agreed order]
 Under `SHARD_OPTIM` and `NO_SHARD` gradients lie in a persistent buffer, so their reductions can
-wait for each other. All ranks reduce them in one order, in whichever order each has run its units,
-and whichever it has left out: the values are those of DistributedDataParallel.
+wait for each other. All ranks reduce them in one order, even if they ran their units in different
+orders or skipped some. The values equal DistributedDataParallel's.
 
-- The order is that of the units in reverse at first, as in most backwards. A handle is reduced once
-  it is over and those before it have been reduced.
-- Expected are the handles that any rank used in one of the last two backwards; all of them before.
-  At its end a backward reduces the expected ones that it has not reached: they count as zero, also
-  in a backward without any gradient of parameters, as other ranks may have some. The flags that
-  follow say which others any rank has used. These are reduced last.
-- Backwards nested in this one, as reentrant checkpoints run them, may bring a gradient after its
-  handle was reduced, and on some ranks only: where any forward ran in such a region, the flags say
-  that too, and all ranks reduce the handle once more.
-- Beside the flags travels a digest of the order in which the handles were over. If all ranks had
-  the same one, they take it over.
+- At first the order is the reverse of the units' order, as in most backwards. A handle is reduced
+  once it is over and all handles before it have been reduced.
+- A backward expects the handles that any rank used in one of the last two backwards; the first two
+  expect all. At its end it reduces the expected handles that it has not reached, as zeros, even if
+  this rank has no gradient at all: other ranks may have some. The flags that follow show which
+  other handles any rank has used. These are reduced last.
+- A nested backward, as reentrant checkpoints run it, may bring a gradient after its handle was
+  reduced, on some ranks only. If any forward ran in such a region, the flags show that too, and all
+  ranks reduce the handle once more.
+- The flags carry a digest of the order in which the handles were over. If all ranks had the same
+  order, it becomes the agreed one.
 
 A bucket is over when it is full, if it may be reduced before its unit's end, [Note: Buckets].
 Handles that have hooks on gradients keep the order of their backward.
@@ -33,27 +33,27 @@ collectives in the same order. So a bucket is reduced early only
 - if no hook waits for its gradients, see [Note: Early gradients].
 
 These are facts of the forward, the same on all ranks. Where they do not hold, buckets wait for the
-unit's end. Before another tree issues anything in a backward, or a forward that a backward runs
-again, all ranks issue what any of them may have reduced early. Which other trees there are is no
-fact: garbage is collected at other moments on each rank.
+unit's end. Before another tree issues a collective in a backward, or in a forward that a backward
+runs again, all ranks issue the reductions that any of them may have issued early. Ranks must not
+decide by which other trees exist, because each collects garbage at a different time.
 
 A rank that reduces early waits for the others in the middle of its backward; they must take part
-even if they have no gradient at all. So each backward begins with a flag reduction that tells
+even if they have no gradient at all. So each backward begins with a flag reduction that shows
 whether any rank accumulates gradients; only ranks that do not accumulate wait for it. At the end of
-the backward the remaining buckets are reduced before anyone waits for anything else.
+the backward the remaining buckets are reduced before any rank waits for another collective.
 
-Where gradients lie in a persistent buffer, a bucket that is full waits for its turn instead, and
-all ranks reduce it anyway: nothing tells ahead, and the ranks may fill buckets in any order.
-[Note: Agreed order]
+Where gradients lie in a persistent buffer, a full bucket waits for its turn instead. All ranks
+reduce it in any case, so no flag is sent ahead, and ranks may fill buckets in any order. [Note:
+Agreed order]
 
 If a backward fails at the same point on all ranks, some may have reduced more buckets than others.
-Before the next call, all ranks issue the reductions of that unit that they have not issued, of
-those that might have gone early, and drop the results. A bucket that is tied to another unit's
-parameters ends with that unit, after them.
+Before the next collective, each rank issues the unit's reductions that others might have issued
+early and it has not, and drops the results. A bucket that is tied to another unit's parameters ends
+with that unit, after them.
 
 A nested backward, as reentrant checkpointing runs it, may accumulate a gradient after its bucket
 was reduced. The gradient then stays where autograd put it, and the flags at the end of the backward
-tell all ranks to reduce that bucket once more. From then on the unit's buckets wait for its end.
+make all ranks reduce that bucket once more. From then on the unit's buckets wait for its end.
 
 [Note: Early gradients]
 A hook that `register_post_accumulate_grad_hook` put on a sharded parameter may step an optimizer
@@ -91,7 +91,7 @@ LATE = 2  # some rank has gradients of a handle that came after its reduction
 class Buckets:
     """Progress of the running backward with the buckets of a unit, see [Note: Buckets].
 
-    It outlives a `BackwardPass`: after an abort it says what other ranks may have issued.
+    It outlives a `BackwardPass`: after an abort it shows what other ranks may have issued.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Buckets:
         """Note that the backward has reached a call of the unit.
 
         Args:
-            position: Of that call; None where buckets may not be reduced early.
+            position: Number of the call; None if buckets may not be reduced early.
             queue: The buckets that others may reduce early, in the order in which the unit's end
                 reduces them.
         """
@@ -161,7 +161,7 @@ class Buckets:
         return was_issued
 
     def note_late(self) -> None:
-        """Note that some rank had a gradient that came after its bucket had gone."""
+        """Note that some rank got a gradient after its bucket was reduced."""
         self._is_late = True
 
     def reset(self) -> None:
@@ -182,17 +182,17 @@ class _Unit(Protocol):
 
 
 class ReductionOrder:
-    """What the backwards of a tree know of their order, see [Note: Agreed order]."""
+    """The agreed order of a tree's reductions, kept between backwards. [Note: Agreed order]"""
 
     def __init__(self) -> None:
         self._order: list[_HandleRef] = []
-        # Used by the last backward, and by the one before it; None: by all, for all that is known.
+        # Handles used in the last backward and in the one before; None: not known, so expect all.
         self._used: tuple[set[_HandleRef] | None, ...] = (None, None)
 
     def begin(
         self, units: Sequence[_Unit], reducing: set[FlatParamHandle], *, asks_for_late: bool
     ) -> Turns:
-        """Return the turns of the handles that a backward reduces, of the tree's units in order."""
+        """Return the turns of the handles in `reducing`; `units` are the tree's, in order."""
         owners = {
             handle: unit
             for unit in reversed(units)
@@ -218,11 +218,11 @@ class ReductionOrder:
         self._used = used, self._used[0]
 
     def take_over(self, ended: Sequence[_HandleRef]) -> None:
-        """Let the order be that in which handles were over, the same on all ranks."""
+        """Make the order in which handles were over, equal on all ranks, the agreed one."""
         self._order = list(dict.fromkeys([*ended, *self._order]))
 
     def positions(self, ended: Sequence[_HandleRef]) -> list[int]:
-        """Return where handles are in the order."""
+        """Return the positions of handles in the agreed order."""
         known = {ref: index for index, ref in enumerate(self._order)}
         return [known[ref] for ref in ended]
 
@@ -241,14 +241,14 @@ class Turns(dict[FlatParamHandle, Any]):
         self._at_end: set[FlatParamHandle] = set()
 
     def expect(self, order: ReductionOrder, handles: list[FlatParamHandle]) -> None:
-        """Take the handles that are reduced whether or not this rank has gradients of them."""
+        """Set the handles that are reduced even if this rank has no gradients of them."""
         self._order, self._queue = order, handles
 
     def take(self, handle: FlatParamHandle) -> list[FlatParamHandle]:
         """Note that a handle is over; return the handles whose turn it is now.
 
-        One that has been reduced has another turn at once, whether or not this rank has a gradient;
-        but none after `rest` has returned it, when all gradients had come, or if the flags tell.
+        A handle reduced before gets another turn at once, even without a gradient here; but none
+        after `rest` returned it (all gradients had come), nor if the flags show late gradients.
         """
         if handle in self._reduced:
             return [] if self.asks_for_late or handle in self._at_end else [handle]
@@ -261,7 +261,7 @@ class Turns(dict[FlatParamHandle, Any]):
         return due
 
     def rest(self) -> list[FlatParamHandle]:
-        """Return the expected handles whose turn has not come, as the backward ends."""
+        """Return the expected handles that are not reduced yet, at the end of the backward."""
         due, self._queue = self._queue, []
         self._reduced.update(due)
         self._at_end.update(due)
@@ -270,7 +270,7 @@ class Turns(dict[FlatParamHandle, Any]):
     def last(
         self, handles: Sequence[FlatParamHandle], used: Sequence[Sequence[int]]
     ) -> list[FlatParamHandle]:
-        """Return the handles whose turn is after the flags: any rank has used them, or late."""
+        """Return the handles to reduce after the flags: used by a rank and not reduced, or late."""
         flags = dict(zip(handles, used, strict=True))
         found = [handle for handle in self if any(flags[handle])]
         self._order.note_used({weakref.ref(handle) for handle in found})
@@ -289,10 +289,10 @@ class Turns(dict[FlatParamHandle, Any]):
         return Proposal(digest, lambda: order.take_over(ended))
 
 
-NO_TURNS = Turns()  # of a tree without such handles
+NO_TURNS = Turns()  # for trees without handles in an agreed order
 
 
-_MAY_CHANGE = 2  # beside False: no rank used the parameter, and True
+_MAY_CHANGE = 2  # a third flag, beside 0: unused and 1: used
 
 
 class EarlyGradients:
@@ -302,7 +302,7 @@ class EarlyGradients:
     """
 
     def __init__(self, in_flight: list[FlagReduction]) -> None:
-        """Begin with none."""
+        """Begin without handles; flag reductions are also entered into `in_flight`."""
         # Handles whose reduction and flag reduction were started and not waited for
         self.pending: dict[FlatParamHandle, FlagReduction] = {}
         # Handles whose final gradients wait to be published, with their parameters' use
@@ -315,7 +315,7 @@ class EarlyGradients:
     def is_final(self, handle: FlatParamHandle) -> bool:
         """Return whether all ranks know that no gradient of the handle is to come.
 
-        So it stays if the backward reaches an earlier call of its unit.
+        The handle stays final even if the backward reaches an earlier call of its unit.
         """
         return handle in self._delivered or any(ready is handle for ready, _ in self.ready)
 
@@ -326,11 +326,11 @@ class EarlyGradients:
     def start(self, handle: FlatParamHandle, *, accumulates: bool, may_change: bool) -> None:
         """Start the flag reduction for a handle that is over and whose gradients are packed.
 
-        One all-reduce of a byte for each parameter, and one more, for each process group.
+        Issues one all-reduce for each process group: a byte for each parameter, and one more.
 
         Args:
             accumulates: Whether this rank accumulates gradients in this backward.
-            may_change: Whether no gradient of it can be called final.
+            may_change: Whether any gradient of the handle may still change.
         """
         if may_change or (
             handle.is_kept and not handle.full.is_cast and handle.full.params.aliases.are_hidden
@@ -348,7 +348,7 @@ class EarlyGradients:
         self._ages[handle] = 0
 
     def _is_to_come(self, handle: FlatParamHandle, index: int) -> bool:
-        """Return whether this backward is going to accumulate a gradient that it has not yet."""
+        """Return whether this backward has yet to accumulate the gradient of parameter `index`."""
         param = handle.entries[index].unsharded
         has_come = index in self._accumulated.get(handle, ())
         if param is None or not param.requires_grad or has_come:
@@ -370,9 +370,9 @@ class EarlyGradients:
         return bool(accumulates)
 
     def collect(self, *, is_ending: bool) -> None:
-        """Wait for reductions and flags that had a unit's compute to run beside.
+        """Wait for reductions and flags that have overlapped with a unit's compute.
 
-        Those with two stages get two, unless the backward is ending. [Note: Two stages]
+        Two-stage reductions get two units, unless the backward is ending. [Note: Two stages]
         """
         for handle, flags in list(self.pending.items()):
             group = handle.shard_group
@@ -392,7 +392,7 @@ class EarlyGradients:
         ready, self.ready = self.ready, []
         for handle, used in ready:
             handle.grads.publish(used)
-            # It may be written from here on: this backward does not need it any more.
+            # Allow writes from here on: this backward no longer needs the parameters.
             handle.guard.set_in_backward(False)
             self._delivered[handle] = handle.guard.num_writes
             yield handle
@@ -407,7 +407,7 @@ class EarlyGradients:
             )
 
     def check_not_written(self, handles: list[FlatParamHandle]) -> None:
-        """Check that what this backward computes again has the values of the forward."""
+        """Check that hooks have not changed parameters with which a forward runs again."""
         for handle in handles:
             if self._delivered.get(handle, handle.guard.num_writes) != handle.guard.num_writes:
                 raise RuntimeError(

@@ -1,15 +1,15 @@
-"""What autograd saves of a unit's full values, in forwards that nobody has looked at yet.
+"""Inspection of the full values that autograd saves, in forwards that are not known yet.
 
 [Note: Aliases]
 A gradient may take the place of its value once autograd is done with the parameter, see [Note:
 Packing in place]. Autograd does not connect an alias that has a version counter of its own
-(`w.t().data`) with the parameter, and would read the gradient through it in silence. So a backward
-packs in place only where every forward recorded as many nodes as one whose saved tensors were
-looked at. Saved-tensor hooks look, in a unit's first forward and in the one after a forward with an
-unknown number of nodes. A unit that has such an alias never packs in place again.
+(`w.t().data`) with the parameter, and would silently read the gradient through it. So a backward
+packs in place only if every forward recorded the same number of nodes as one whose saved tensors
+were inspected. Saved-tensor hooks inspect them in a unit's first forward, and in the one after a
+forward with an unknown number of nodes. A unit with such an alias never packs in place again.
 
-The hooks are Python, called for each saved tensor: too slow for every forward. Where hooks of
-somebody else are in force autograd compares no versions. There these hooks stay, and compare them.
+The hooks are Python, called for each saved tensor: too slow for every forward. Under the user's
+saved-tensor hooks autograd compares no versions. There these hooks stay, and compare them.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _REFUSAL = (
     "disable_saved_tensors_hooks(reason)."
 )
 _CHECKPOINT = "torch.utils.checkpoint"
-_PLAIN = {bool, int, float, str, set, type(None)}  # what most attributes of modules are
+_PLAIN = {bool, int, float, str, set, type(None)}  # types of most attributes of modules
 
 
 class SavedValues:
-    """Saved-tensor hooks of one call of a unit, on top of those that are in force.
+    """Saved-tensor hooks of one call of a unit, on top of the hooks in force.
 
     Args:
-        known: Of the unit.
-        name: The unit's.
-        handles: Whose full values it computes with.
+        known: Record of the unit's forwards.
+        name: Name of the unit.
+        handles: Handles whose full values the unit computes with.
         below: The hooks in force, which still get every tensor.
-        others: The topmost of these that are not of this class.
+        others: The topmost hooks in force that are not of this class.
     """
 
     __slots__ = ("_below", "_extents", "_known", "_name", "others")
@@ -79,9 +79,9 @@ class SavedValues:
         push_saved_tensors_hooks(self._pack, self._unpack)
 
     def end(self) -> None:
-        """Take the hooks out of force, also from beneath others.
+        """Remove the hooks, even from beneath others.
 
-        Those that a user's forward hooks put in force are there until those end, after this.
+        A user's forward hooks may have pushed others, which they pop only after this.
         """
         above: list[Hooks] = []
         while (top := top_saved_tensors_hooks(False)) is not None:
@@ -90,7 +90,7 @@ class SavedValues:
                 break
             above.append(top)
         else:
-            # After an interrupt those below have ended first, and taken these out for their own.
+            # After an interrupt the hooks below ended first and popped these instead of their own.
             above = [pair for pair in above if self._below is None or pair[0] != self._below[0]]
         for pair in reversed(above):
             push_saved_tensors_hooks(*pair)
@@ -114,7 +114,7 @@ class SavedValues:
                 node = current_node() if is_value else None
                 if isinstance(node, BackwardCFunction):
                     node.register_hook(self._copy_values)
-                return found  # perhaps a copy that others have made
+                return found  # perhaps a copy made by other hooks
         assert alias is not None
         read = f" A full parameter of unit '{self._name}' {LATE_READ}." if is_value else ""
         raise RuntimeError(
@@ -126,11 +126,11 @@ class SavedValues:
     def _copy_values(self, gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...] | None:
         """Return copies of the gradients of a user's function that are views of full values.
 
-        They may be used when another gradient has taken the place of the values, or these are
-        freed. The unit keeps its hooks from then on.
+        Autograd may use these gradients after the values were overwritten or freed. From then on
+        the unit keeps its hooks.
         """
-        # Where the values are now: those of the forward may have been freed, and a gradient may lie
-        # where they were.
+        # Look where the values are now: the forward's may have been freed, and a gradient may lie
+        # there.
         extents = _extents_of([handle for _, _, handle in self._extents])
         are_values = [
             any(start <= at < end for at in _addresses(each) for start, end, _ in extents)
@@ -143,7 +143,7 @@ class SavedValues:
         return tuple(each.clone() if is_value else each for each, is_value in pairs)
 
     def _look_at(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is of the unit's full values; note an alias of them."""
+        """Return whether a tensor lies in the unit's full values; note a hidden alias."""
         for address in _addresses(tensor):
             for start, end, handle in self._extents:
                 if start <= address < end:
@@ -158,7 +158,7 @@ never_compile(SavedValues._unpack)
 
 
 def _extents_of(handles: Sequence[FlatParamHandle]) -> list[tuple[int, int, FlatParamHandle]]:
-    """Return where the full values are that are there: addresses `[start, end)`, and whose."""
+    """Return addresses `[start, end)` and handle of the full values that have memory."""
     return [
         (start := handle.full.output.data_ptr(), start + handle.full.buffer.nbytes, handle)
         for handle in handles
@@ -167,7 +167,7 @@ def _extents_of(handles: Sequence[FlatParamHandle]) -> list[tuple[int, int, Flat
 
 
 def _is_connected(tensor: Tensor, handle: FlatParamHandle) -> bool:
-    """Return whether a parameter's gradient is complete only after a node that saved this."""
+    """Return whether a parameter's gradient is final only after the node that saved a tensor."""
     base = tensor if tensor.grad_fn is None else base_of(tensor)
     if base is None or base.grad_fn is not None:
         return True
@@ -175,9 +175,9 @@ def _is_connected(tensor: Tensor, handle: FlatParamHandle) -> bool:
 
 
 def _addresses(tensor: Any) -> list[int]:
-    """Return where the data of a tensor is, of a wrapper that of all tensors inside."""
+    """Return the address of a tensor's data; for a wrapper, of all tensors inside."""
     if tensor is None or isinstance(tensor, FlatShard):
-        return []  # of a unit at rest; to take it apart would count as a write
+        return []  # of a unit at rest; flattening it would count as a write
     if is_traceable_wrapper_subclass(tensor):
         inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [at for each in inside if isinstance(each, Tensor) for at in _addresses(each)]
@@ -188,14 +188,14 @@ def _addresses(tensor: Any) -> list[int]:
 
 
 class KnownForwards:
-    """What one unit knows of its forwards, by the number of autograd nodes that they record.
+    """A unit's inspected forwards, by the number of autograd nodes that they record.
 
     Attributes:
-        keeps: Of those whose saved tensors were looked at, whether they leave tensors on modules.
-        hooks: The hooks of the running call.
-        is_watched: The next forward has hooks.
-        keeps_hooks: All forwards have: a function of the user has given values as gradients.
-        refuses_hooks: A forward failed because of them.
+        keeps: Whether an inspected forward leaves tensors on modules, by number of nodes.
+        hooks: The hooks of the running call, if any.
+        is_watched: The next forward gets hooks.
+        keeps_hooks: All forwards get hooks, because a user's function returned values as gradients.
+        refuses_hooks: No forward gets hooks, because one failed with them.
     """
 
     __slots__ = ("hooks", "is_watched", "keeps", "keeps_hooks", "refuses_hooks")
@@ -207,10 +207,10 @@ class KnownForwards:
         self.refuses_hooks = self.keeps_hooks = False
 
     def begin(self, name: str, handles: Sequence[FlatParamHandle], top: Hooks | None) -> bool:
-        """Put hooks in force if this call of a unit needs them; return whether others are."""
+        """Push hooks if this call of a unit needs them; return whether others are in force."""
         owner = None if top is None else getattr(top[0], "__self__", None)
         others = owner.others if isinstance(owner, SavedValues) else top
-        # Checkpointing gathers a unit to run its forward again, so that nothing is compared.
+        # Under checkpointing versions need no check: it gathers the unit and runs it again.
         compares = others is not None and getattr(others[0], "__module__", "") != _CHECKPOINT
         is_refused = self.refuses_hooks or saved_tensors_hooks_refusal() is not None
         if (
@@ -222,7 +222,7 @@ class KnownForwards:
         return others is not None
 
     def end(self, name: str, error: BaseException | None) -> None:
-        """Take the hooks of a call out of force; take none any more if they made it fail."""
+        """Remove the hooks of a call; push none from then on if they made it fail."""
         hooks, self.hooks = self.hooks, None
         if hooks is None:
             return
@@ -243,11 +243,11 @@ def warn_of_late_read(unreached: Sequence[str]) -> None:
     """Warn after a failed backward: autograd's error names no unit, and its traceback comes later.
 
     Args:
-        unreached: Units that the backward has not come to, in the order of their forwards. What was
-            recorded last runs first, so a node that read freed values is mostly of the last one.
+        unreached: Units that the backward did not reach, in the order of their forwards. Nodes
+            recorded last run first, so the last unit is the most likely to have read freed values.
     """
     if unreached:
-        with suppress(Warning):  # where it is an error, nothing can be raised
+        with suppress(Warning):  # a weakref callback can't raise
             warnings.warn(
                 f"a backward failed before it reached unit '{unreached[-1]}'. If its error says "
                 f"that a tensor is at version {LOCKED}, a full parameter, of this unit perhaps, "
@@ -260,7 +260,7 @@ def refuse_views(name: str, views: Sequence[Tensor]) -> None:
     """Refuse views of a unit's full values that its forward keeps on modules.
 
     Raises:
-        RuntimeError: If there are any; to read them later may end the process.
+        RuntimeError: If there are any; reading them later may crash the process.
     """
     if views:
         raise RuntimeError(
@@ -271,12 +271,12 @@ def refuse_views(name: str, views: Sequence[Tensor]) -> None:
 
 
 def frees_values(handles: Sequence[FlatParamHandle]) -> bool:
-    """Return whether a backward may find other than the values that a forward has read."""
+    """Return whether values that a forward read may be freed or replaced before its backward."""
     return not all([handle.full.is_kept for handle in handles])
 
 
 def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that modules have as attributes, or in containers there."""
+    """Yield the tensors in attributes of modules, directly or in a container."""
     for each in module.modules():
         for item in list(vars(each).values()):
             if type(item) in _PLAIN:

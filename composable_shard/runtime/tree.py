@@ -6,7 +6,7 @@ pickle.
 
 [Note: Whole model]
 A parameter that no unit manages keeps the gradient of its own rank: the ranks' copies drift apart,
-and nothing fails. The usual cause is a root that nobody sharded. So functions that see the whole
+and nothing fails. The usual cause is a root that was not sharded. So functions that see the whole
 model look for such parameters, and the first forward does, for the outermost module whose call is
 running: torch knows no parents, but the interpreter's stack holds every module that is being
 called. These need no unit:
@@ -60,7 +60,7 @@ def read_state(module: nn.Module) -> Any | None:
 
 
 def attach_state(module: nn.Module, state: Any) -> None:
-    """Attach `state` to `module`. Nothing in it can fail, so it is the last thing a call does."""
+    """Attach `state` to `module`. It can't fail, so it is the last step of `fully_shard`."""
     module.__dict__[_STATE_KEY] = state
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[_API_NAME] = RegistryItem()
 
@@ -111,7 +111,7 @@ def find_applied(module: nn.Module) -> str | None:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether calling `module` runs a forward, its own or that of its class."""
+    """Return whether calling `module` runs a forward, its own or its class's."""
     # torch.compile(module) has one as an attribute.
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
@@ -136,12 +136,12 @@ class ModuleTree:
         self, module: nn.Module, fqn: str, path: list[nn.Module], found: dict[nn.Module, list[str]]
     ) -> None:
         if any(module is outer for outer in path):
-            return  # a cycle, which named_modules() goes round once too
+            return  # a cycle; named_modules() follows it once too
         found.setdefault(module, []).append(fqn)
         for name, child in modules_of(module).items():
             if child is not None:
                 self._visit(child, f"{fqn}.{name}".lstrip("."), [*path, module], found)
-        # The same list: names that are found later are in it.
+        # Share the list with `found`, so that names found later are in it.
         self.fqns.setdefault(module, found[module])
 
     def fqn(self, module: nn.Module) -> str:
@@ -168,7 +168,7 @@ def get_handles(module: nn.Module) -> list[FlatParamHandle]:
 
 
 def get_root_states(module: nn.Module) -> list[ShardState]:
-    """Return the outermost states in `module`: those with no sharded module between."""
+    """Return the outermost states in `module`, with no sharded module around them."""
     roots: dict[ShardState, None] = {}
     seen: set[int] = set()
     pending = [module]
@@ -193,7 +193,7 @@ def get_root_states(module: nn.Module) -> list[ShardState]:
 
 
 def select_states(module: nn.Module, recurse: bool) -> list[ShardState]:
-    """Return the states of `module` and below, or its own alone."""
+    """Return the states of `module` and all modules below, or only its own."""
     own = read_state(module)
     states = get_states(module) if recurse else [own] if own is not None else []
     if not states:
@@ -227,9 +227,9 @@ def iter_unmanaged_modules(
     seen: set[int] | None = None,
     inner: Container[nn.Module] = (),
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `module` and what is below it with names, not descending into sharded modules.
+    """Yield `module` and the modules below it with names, not descending into sharded ones.
 
-    Without modules that were seen, by id; with those in `inner` as if they were sharded.
+    Skips modules in `seen` (by id), and treats modules in `inner` as sharded.
     """
     seen = set() if seen is None else seen
     if id(module) in seen:
@@ -301,7 +301,7 @@ def calling_modules(module: nn.Module) -> list[nn.Module]:
 class _Contents:
     """The modules and parameters below a module when it was last looked at.
 
-    They are told apart by `id`. Where a module has been freed since, another one may have its.
+    Objects are compared by `id`; `freed` counts too, as a new module may reuse an id.
     """
 
     __slots__ = ("empty", "filled", "flags", "freed", "ids", "num_children", "places", "refs")
@@ -321,7 +321,7 @@ class _Contents:
         self.flags = [param.requires_grad for _, _, param in items]
 
     def __reduce__(self) -> Any:
-        """Leave out what belongs to these modules, for copies and pickles."""
+        """Start empty in copies and pickles, because the contents are of these modules."""
         return _Contents, ()
 
 
@@ -331,7 +331,7 @@ _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
 
 
 def has_changed(module: nn.Module) -> bool:
-    """Return whether something is new below a module since `note_contents`, in each forward."""
+    """Return whether a module's contents changed since `note_contents`; runs in each forward."""
     known: _Contents | None = module.__dict__.get(_CONTENTS_KEY)
     return known is not None and (
         [*map(id, chain.from_iterable(map(dict.values, known.filled)))] != known.ids
@@ -342,7 +342,7 @@ def has_changed(module: nn.Module) -> bool:
 
 
 def note_contents(module: nn.Module) -> bool:
-    """Note what is below a module now; return whether modules are new or were taken out."""
+    """Note the contents of a module; return whether modules are new or were taken out."""
     known, found = module.__dict__.get(_CONTENTS_KEY, _Contents()), _Contents(module)
     # The entry is the module's and not the unit's: hooks of the modules inside lead to the unit.
     module.__dict__[_CONTENTS_KEY] = found
@@ -351,7 +351,7 @@ def note_contents(module: nn.Module) -> bool:
 
 
 def _iter_unknown(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Place]:
-    """Yield the trainable parameters below a module that are not a unit's or another library's."""
+    """Yield the trainable parameters below a module that no unit or other library manages."""
     if module in seen:
         return
     seen.add(module)

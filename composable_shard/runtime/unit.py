@@ -1,7 +1,7 @@
-"""`ShardState`, one unit, and `TreeContext`, what the units of a tree share.
+"""`ShardState` (one unit) and `TreeContext` (the state that the units of a tree share).
 
-One backward is a `BackwardPass` and one call of a tree a `ForwardCall`: objects that are dropped
-when it ends, so nothing of it is reset by hand.
+A `BackwardPass` holds the state of one backward, a `ForwardCall` the state of one call of a tree.
+Both are dropped at its end, so no field is reset by hand.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Unit = TypeVar("Unit")
 
 
 class ExecutionOrder(Generic[Unit]):
-    """The order in which units ran last time, to know which one comes next.
+    """The order in which units ran last time, to predict the next unit.
 
-    Holds weak references, so that a deleted module is freed at once. Grows with one call only.
+    Holds weak references, so that a deleted module is freed at once. Holds two calls at most.
     """
 
     def __init__(self) -> None:
@@ -49,14 +49,14 @@ class ExecutionOrder(Generic[Unit]):
         self._is_as_before = True
 
     def __contains__(self, unit: ref[Unit]) -> bool:
-        """Return whether a unit has run in the running sequence."""
+        """Return whether a unit has run in the current sequence."""
         return unit in self._current
 
     def advance(self, unit: ref[Unit]) -> Iterator[Unit | None]:
         """Note that `unit` runs now; return the units expected after it, if the order held.
 
-        None stands for one that was deleted. A unit that runs several times in a row, for each of
-        its modules, counts once.
+        None stands for a deleted unit. A unit that runs several times in a row, for each of its
+        modules, counts once.
         """
         if self._current and self._current[-1] is unit:
             return iter(())
@@ -74,16 +74,16 @@ class ExecutionOrder(Generic[Unit]):
 
 
 class TrainingState(Enum):
-    """What a unit is doing."""
+    """The phase that a unit is in."""
 
-    __hash__ = object.__hash__  # that of Enum is a Python function
+    __hash__ = object.__hash__  # Enum's own is a slow Python function
 
     IDLE = auto()
     # Between the pre-forward and the post-forward of its module.
     FORWARD = auto()
-    # From the first gradient of one of its outputs to the last gradient of its parameters.
+    # From when a backward reaches one of its outputs until the unit's end, [Note: End of a unit].
     PRE_BACKWARD = auto()
-    # From there to the end of the backward pass.
+    # From the unit's end to the end of the backward.
     POST_BACKWARD = auto()
     # Inside unshard_params.
     UNSHARDED_PARAMS = auto()
@@ -104,7 +104,7 @@ _LEGAL = {
         TrainingState.IDLE,
         TrainingState.FORWARD,
     },
-    # A second output of the unit, or a second use of its module, comes late.
+    # The backward may reach another output of the unit, or another call of its module, later.
     TrainingState.POST_BACKWARD: {
         TrainingState.PRE_BACKWARD,
         TrainingState.IDLE,
@@ -116,41 +116,41 @@ StateRef = weakref.ref["ShardState"]
 
 
 class ShardState:
-    """One unit: its handles, its options, and where it is in a step.
+    """One unit: its handles, its options, and its phase in a step.
 
     Attributes:
         name: FQN of the unit's module, as seen from the outermost sharded module so far.
-        options: What the user asked for.
+        options: The options that the user passed.
         handles: Handles of the parameters this unit manages.
         borrowed: Handles of other units whose parameters this unit shows too (tied weights); it
-            gathers them for its own forward and backward, their owner reduces them.
-        ignored: Places of its modules' parameters that no unit manages on purpose.
-        needed: Both: those whose full parameters it computes with.
-        reshard_after_forward: That of the options, or what was set since. True frees the full
+            gathers them for its own forward and backward, their owner reduces their gradients.
+        ignored: Places of parameters of its modules that were left out on purpose.
+        needed: handles + borrowed: all handles whose full parameters this unit computes with.
+        reshard_after_forward: The option's value, or the value set since. True frees the full
             parameters between forward and backward, False keeps them, None keeps them only where
             this unit leads the call, and a number n keeps 1/n of them.
-        forward_prefetch: Units to gather when its forward begins; None: the one that is expected.
-        backward_prefetch: Likewise for its backward.
-        buffers: Broadcasts its buffers before forwards, on request.
-        buckets: Decides which of them are reduced before the unit's end, if any may.
-        backward_hooks: Those that users put on its modules and on modules inside: they may read and
-            write its full parameters when their gradients are there already.
+        forward_prefetch: Units to gather when its forward begins; None: the units expected next.
+        backward_prefetch: Units to gather when its backward begins; None: the units expected next.
+        buffers: Broadcasts its buffers before forwards; None if not requested.
+        buckets: Decides which handles are reduced before the unit's end; None: no handle may be.
+        backward_hooks: Users' hooks on its modules and on modules inside. They may read and write
+            full parameters whose gradients have already arrived.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         requires_all_reduce: False reduces gradients over the shard group only.
-        is_last_backward: False tells that another backward comes before the step.
-        full_params: What `unshard_params` shows of its handles on this rank, inside the scope.
-        depth: Number of calls of its modules that are running.
+        is_last_backward: False: another backward comes before the step.
+        full_params: Full parameters that `unshard_params` shows on this rank; empty outside it.
+        depth: Number of running calls of its modules.
         is_held: `unshard` claims its full parameters, until `reshard`.
-        is_in_pass: A forward of its modules claims them.
-        last_call: Number of the last call of a unit when its own last call began.
-        call_number, call_end: Of its last call that recorded a graph, and of the first after it.
-        call_sequence_nr: Number of the next autograd node when that call began.
-        is_checkpointed: Non-reentrant checkpointing may run that call again.
-        known_forwards: What is known of them, [Note: Aliases].
-        reads_nothing: The user says that no backward reads its full parameters.
-        runs_backwards: A node of it runs a backward of its own, as reentrant checkpoints do.
-        forward_order: The units that ran in the calls this unit led.
-        load_call: What `note_load` noted of the last load_state_dict.
+        is_in_pass: A forward of its modules claims its full parameters.
+        last_call: Number of its last call, counted over all units of the process.
+        call_number: Number of its last graph-recording call; `call_end`: of the first after it.
+        call_sequence_nr: Number of the next autograd node when call `call_number` began.
+        is_checkpointed: Non-reentrant checkpointing may run call `call_number` again.
+        known_forwards: Record of forwards whose saved tensors were inspected, [Note: Aliases].
+        reads_nothing: The user promised that no backward reads its full parameters.
+        runs_backwards: A node of its graph runs a nested backward, as reentrant checkpoints do.
+        forward_order: Order of the units in the calls that this unit led.
+        load_call: Missing keys and prefix of the last load_state_dict, from `note_load`.
     """
 
     def __init__(
@@ -198,20 +198,20 @@ class ShardState:
 
     @property
     def reduces_fully(self) -> bool:
-        """Whether a backward reduces gradients as far as they are ever reduced."""
+        """Whether a backward reduces gradients completely, over all ranks."""
         return self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward
 
     @property
     def is_in_scope(self) -> bool:
-        """Whether `unshard_params` shows any of its handles, perhaps for a unit it borrows from."""
+        """Whether `unshard_params` shows any of its handles, borrowed ones included."""
         return any([handle.shown.is_in_scope for handle in self.needed])
 
     def change(self, setting: str, value: object) -> None:
-        """Change what backwards reduce, or which units are gathered ahead."""
+        """Change a setting: what backwards reduce or read, or which units are gathered ahead."""
         setattr(self, setting, value)
 
     def leave_out(self, ignored: list[Slot]) -> None:
-        """Note the places of its modules' parameters that no unit manages on purpose."""
+        """Note the places of parameters of its modules that were left out on purpose."""
         self.ignored = ignored
 
     def hold(self) -> None:
@@ -237,20 +237,20 @@ class ShardState:
         self.full_params = full_params
 
     def leave_scope(self) -> None:
-        """Note that `unshard_params` shows nothing of the unit any more."""
+        """Note that `unshard_params` no longer shows parameters of the unit."""
         self.full_params = {}
         if self.training_state is TrainingState.UNSHARDED_PARAMS:
             self.transition(TrainingState.IDLE)
 
     def note_load(self, missing_keys: list[str], prefix: str) -> None:
-        """Note a load_state_dict: its missing keys, and the prefix of what it has been through."""
+        """Note a load_state_dict: its missing keys, and the prefix below which all is loaded."""
         self.load_call = missing_keys, prefix
 
     def transition(self, target: TrainingState) -> None:
         """Change the training state.
 
         Raises:
-            RuntimeError: If the change makes no sense, which is a bug of this library.
+            RuntimeError: If the transition is illegal, which is a bug of this library.
         """
         if target is self.training_state:
             return
@@ -262,7 +262,7 @@ class ShardState:
         self.training_state = target
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process or to a running step, for copies and pickles."""
+        """Leave out the state of this process and of a running step, for copies and pickles."""
         state = {**self.__dict__, "known_forwards": KnownForwards()}
         for name in ("context", "ref", "forward_order"):
             del state[name]
@@ -274,7 +274,7 @@ class ShardState:
             is_held=False,
             is_in_pass=False,
             modules_to_run=self.num_modules,
-            # They would lead to the units of the original.
+            # These refer to units of the original.
             forward_prefetch=None,
             backward_prefetch=None,
         )
@@ -292,12 +292,12 @@ class ForwardCall:
 
     Attributes:
         leader: The outermost unit that this call runs.
-        order: The units that have run, and those that ran last time.
+        order: Order of the units in this call and in the last one.
         output_sequence_nr: Number of the next autograd node when a unit last returned.
-        prefetched: Units whose gathers were issued ahead, until they run; True for those that the
-            user chose.
-        broadcast: Units whose buffers were broadcast, if that was due.
-        innermost: What will announce the running call of a unit to a backward, if it may reach it.
+        prefetched: Units that were gathered ahead and have not run; True if the user chose the
+            unit.
+        broadcast: Units that have broadcast their buffers in this call, if due.
+        innermost: `CallReached` of the innermost running call that records a graph, or None.
     """
 
     __slots__ = ("broadcast", "innermost", "leader", "order", "output_sequence_nr", "prefetched")
@@ -312,36 +312,36 @@ class ForwardCall:
 
 
 class TreeContext:
-    """What the units of one tree share beyond one call and one backward.
+    """The state that the units of one tree share and that outlives a call and a backward.
 
-    The outermost sharded module of a call leads it. No unit is a root for good: calling an inner
-    module first changes nothing later.
+    The outermost sharded module of a call leads it. No unit is the root permanently: calling an
+    inner module first has no later effect.
 
     Attributes:
         modules: Weak references to the outermost modules.
-        around: And to the outermost modules whose calls first ran them, which may be no unit's.
+        around: Weak references to the outermost callers that first ran these, sharded or not.
         states: The units, outermost first.
-        device: On which they compute.
+        device: Device on which the units compute.
         call: The running call, or one that an exception has interrupted.
-        entered: Units whose forward runs, or whose full parameters it left claimed.
-        num_forwards: Number of the next call of a unit that records a graph.
-        call_start: `num_forwards` when the last call that records a graph began.
-        open_calls, most_open_calls: Such calls since a backward, and the most there have been.
-        spans_calls: The last backward reached an earlier call too: so may the next.
+        entered: Units whose forward is running, or left their full parameters claimed.
+        num_forwards: Number that the next graph-recording call of a unit gets.
+        call_start: `num_forwards` when the tree's last graph-recording call began.
+        open_calls: Number of graph-recording calls since a backward; `most_open_calls`: maximum.
+        spans_calls: The last backward also reached an earlier call, so the next one may too.
         first_calls: Number of each unit's first call that the next backward may reach.
         armed: Units whose outputs wait for a backward, in the order of their last forward.
-        may_recompute: Units whose forward a backward nested in the next one may run again;
-            `has_regions` if there have ever been such.
-        has_changed: It is to be made anew, [Note: Units that are taken out].
-        backward: The running `BackwardPass`; its module is above this one.
-        last_backward_id: Autograd's number of the last backward; `probed_backward_id` of one ahead.
-        has_aborted: What an aborted backward left has not been dropped yet; nor has `expected` been
-            reduced, which other ranks may have been about to: None where none may.
-        flag_reductions: Those that a backward has issued and perhaps not waited for.
-        has_agreed: The ranks shard the same model in the same way.
-        is_checked: And its buffers have been initialised, so calls need no check any more.
-        streams, scratch: Side streams of an accelerator; memory that the reductions share.
-        reduction_order: Of gradients that have none of their own; None where all have.
+        may_recompute: Units whose forward may run again in a nested backward (reentrant
+            checkpoints); `has_regions`: such units have existed.
+        has_changed: The next call must rebuild the tree, [Note: Units that are taken out].
+        backward: The running `BackwardPass` or None; untyped, because its module imports this one.
+        last_backward_id: Number of the last backward; `probed_backward_id`: of the last empty one.
+        has_aborted: The gradients of an aborted backward are not dropped yet. `expected`: handles
+            that peers may have reduced already, to issue before the next collective; None: none.
+        flag_reductions: Flag reductions that a backward issued and may not have waited for.
+        has_agreed: The ranks have compared their models and options, and they are equal.
+        is_checked: Lazy init is complete (also buffers are initialised), so calls skip it.
+        streams: Side streams of an accelerator; `scratch`: memory that the reductions share.
+        reduction_order: Agreed order of handles with persistent gradients; None without any.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class TreeContext:
         return None if owner_ref is None else owner_ref()
 
     def take_over(self, other: TreeContext) -> None:
-        """Make the units of another tree, which has no graph and is at rest, units of this one."""
+        """Move the units of another tree, which is idle and has no graph, into this one."""
         for state in other.live_states():
             state.context = self
         self.modules = [ref for ref in self.modules + other.modules if ref() is not None]
@@ -392,11 +392,11 @@ class TreeContext:
         self._owners = None
 
     def follow(self, other: TreeContext, armed: list[StateRef], *, are_known: bool) -> None:
-        """Take the place of another tree, of which this one has the modules.
+        """Replace another tree, whose modules this one now has, and take over its state.
 
         Args:
-            other: That tree.
-            armed: Its units whose outputs wait for a backward.
+            other: The tree to replace.
+            armed: Units of `other` whose outputs wait for a backward.
             are_known: All units have been compared with the other ranks'.
         """
         other.modules, other.has_changed = [], False
@@ -420,7 +420,7 @@ class TreeContext:
             )
 
     def give_up(self, states: Sequence[ShardState]) -> None:
-        """Take out units that get another context."""
+        """Remove units that get another context."""
         gone = {state.ref for state in states}
         self.states = [ref for ref in self.states if ref not in gone]
         for each in gone:
@@ -437,7 +437,7 @@ class TreeContext:
         return [module for ref in self.modules if (module := ref()) is not None]
 
     def watched_modules(self) -> list[nn.Module]:
-        """Return the modules that tell of what is new inside, and of units that were taken out."""
+        """Return the modules in which a call looks for new contents and for units taken out."""
         refs = dict.fromkeys([*self.around, *self.modules])
         return [module for ref in refs if (module := ref()) is not None]
 
@@ -450,20 +450,20 @@ class TreeContext:
         return [handle for state in self.live_states() for handle in state.handles]
 
     def forget_graphs(self) -> None:
-        """Note that the graphs of all calls so far are used up or given up."""
+        """Note that the graphs of all calls so far were used up or dropped."""
         self.armed.clear()
         self.first_calls.clear()
 
     @property
     def serves_graphs(self) -> bool:
-        """Whether full values are kept for graphs that nobody announces."""
+        """Whether full values are kept for graphs whose backward no hook announces."""
         return any(handle.full.serves_graphs for handle in self.live_handles())
 
     def warns_of_host_memory(self) -> bool:
-        """Return True the first time, for a warning that is given once."""
+        """Return True the first time only, for a warning that is given once."""
         has_warned, self._has_warned_of_host_memory = self._has_warned_of_host_memory, True
         return not has_warned
 
 
-num_calls = [0]  # of units, that have begun in this process: one tree may call another
-trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # of this process
+num_calls = [0]  # calls of units begun in this process; counts all trees, as one may call another
+trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # all trees of this process

@@ -36,7 +36,7 @@ from composable_shard.torch_private import (
 )
 
 _grad_enabled = torch.is_grad_enabled
-_ABSENT: Any = object()  # no operand, which `None` is not
+_ABSENT: Any = object()  # marks a missing operand, as None may be given
 
 
 def _given(*operands: Any) -> list[Any]:
@@ -44,11 +44,11 @@ def _given(*operands: Any) -> list[Any]:
 
 
 def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
-    """Return `torch.Tensor.<name>` for shards, in place where the name ends so."""
+    """Return `torch.Tensor.<name>` for shards; it works in place if the name ends in "_"."""
     plain = getattr(Tensor, name)
     is_in_place = name.endswith("_") and not name.endswith("__")
 
-    # Two operands by name, and no helper: tuples and calls would take a third of this one's time.
+    # Operands have names, and there is no helper: tuples and calls would cost a third of the time.
     def run(  # noqa: C901 -- in line, for that
         self: FlatShard, one: Any = _ABSENT, two: Any = _ABSENT, /, *others: Any, **kwargs: Any
     ) -> Any:
@@ -80,7 +80,7 @@ def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
                 result = plain(self._local, first, **kwargs)
             else:
                 result = plain(self._local, first, second, **kwargs)
-        except RuntimeError:  # the rules say more about it, or can do it
+        except RuntimeError:  # the rules raise a better error, or succeed
             return plain(*_given(self, one, two), **kwargs)
         return self if is_in_place else wrap(result, spec)
 
@@ -133,7 +133,7 @@ class FlatShard(Checkpointable):
             device=local.device,
             requires_grad=requires_grad,
         )
-        # At once: a dict that grows takes more.
+        # One assignment: a dict that grows takes more memory.
         self.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": guard}
         return self
 
@@ -177,9 +177,9 @@ class FlatShard(Checkpointable):
     def to_local(self) -> Tensor:
         """Return this rank's slice, shape `(end - start,)`; it shares memory and has no grad.
 
-        Of a parameter of granularity "param" the owner gets the whole tensor in its shape (a
-        DTensor's local part), and the others an empty one. Writes to it bypass the shard's write
-        guard: write to the shard itself.
+        For a parameter of granularity "param" the owner gets the whole tensor in its shape (a
+        DTensor's local part), and the other ranks get an empty one. Writes to it bypass the shard's
+        write guard, so write to the shard itself.
         """
         spec = self._shard_spec
         if spec.owner is None or spec.is_owned_by_other_rank:
@@ -189,8 +189,8 @@ class FlatShard(Checkpointable):
     def full_tensor(self) -> Tensor:
         """Gather and return the whole tensor; a collective, for all ranks.
 
-        One all-gather; one broadcast of what one rank holds whole. While autograd records, a
-        backward that reaches the result from a trainable parameter raises.
+        Issues one all-gather, or one broadcast if one rank holds the tensor whole. While autograd
+        records, a backward that reaches the result from a trainable parameter raises.
         """
         if is_trainable(self) and _grad_enabled():
             text = f"a backward reached parameter '{self._shard_spec.label}' at rest. {AT_REST}"
@@ -226,7 +226,7 @@ class FlatShard(Checkpointable):
     @data.setter
     def data(self, value: Tensor) -> None:
         spec = self._shard_spec
-        # Torch's setter would replace what the wrapper says, and leave the slice as it was.
+        # Torch's setter would change the wrapper and leave the slice as it was.
         if not isinstance(value, FlatShard):
             value = FlatShard.from_full(value, spec)
         elif value._shard_spec != spec:
@@ -268,7 +268,7 @@ class FlatShard(Checkpointable):
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def view_as(self, other: Tensor) -> Tensor:
-        """View as a tensor of the same range; torch finds the node of a leaf's gradient so."""
+        """View as a tensor of the same range; torch calls it to find a leaf's gradient node."""
         if other is self and self._guard is not None and self.requires_grad and _grad_enabled():
             self._shard_spec.label.refuse_gradient_node()
         return super().view_as(other)
@@ -301,7 +301,7 @@ class FlatShard(Checkpointable):
     is_trainable = Tensor.requires_grad
     #: `grad` of torch itself, without what subclasses do; faster than its getter as a function.
     own_grad = Tensor.grad
-    is_sparse = False  # without a call of torch: optimizers ask each gradient
+    is_sparse = False  # saves a call of torch: optimizers ask each gradient
 
 
 # [Note: Direct ops]
@@ -319,7 +319,7 @@ def whole_of(shard: FlatShard) -> Tensor:
 
 
 def _refuse_gradients(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Let a backward raise that reaches a parameter at rest from here; return whether one may.
+    """Make a backward that reaches a parameter at rest raise; return whether one may reach it.
 
     Each rank would get a gradient of its own, and nothing would reduce it.
     """
@@ -333,7 +333,7 @@ def _refuse_gradients(func: OpOverload, args: tuple[Any, ...]) -> bool:
                 with enable_reentrant_dispatch():
                     node: Any = shard.view(shard.shape).grad_fn
                 if node is not None:  # the op is differentiable
-                    # Not on the parameter, where it would stay: the node lives as its graph does.
+                    # A hook on the parameter would stay; the node lives only as long as its graph.
                     accumulate = node.next_functions[0][0]
                     accumulate.register_prehook(partial(_refuse, shard._shard_spec))
     return is_trained
@@ -359,7 +359,7 @@ def _refuse(spec: ShardSpec, _: Any) -> NoReturn:
 
 
 def is_owned_by_other_rank(tensor: Tensor) -> bool:
-    """Return whether a tensor is a shard of what another rank holds whole, and alone steps."""
+    """Return whether a tensor is a shard of a parameter that another rank owns and steps."""
     return isinstance(tensor, FlatShard) and tensor._shard_spec.is_owned_by_other_rank
 
 
@@ -386,7 +386,7 @@ class LeadingShard(FlatShard):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a function of lists by its rule, any other one as ever."""
+        """Run a function of lists by its rule, any other function as usual."""
         result = OP_RULES.on_lists(function, args, kwargs or {})
         if result is not NotImplemented:
             return result
@@ -395,7 +395,7 @@ class LeadingShard(FlatShard):
 
 
 class LeadingShardOfDTensor(LeadingShard, FlatShardOfDTensor):
-    """Such a shard of a DTensor."""
+    """A leading shard of a DTensor."""
 
 
 _LEADING = {FlatShard: LeadingShard, FlatShardOfDTensor: LeadingShardOfDTensor}
@@ -403,12 +403,12 @@ _KINDS: dict[type, type[Any]] = {special: kind for kind, special in _LEADING.ite
 
 
 def kind_of(tensor: Any) -> type[Any]:
-    """Return the class of a tensor; of a leading shard that of any other."""
+    """Return the class of a tensor; for a leading shard the class of an ordinary one."""
     return _KINDS.get(type(tensor), type(tensor))
 
 
 def lead(shard: FlatShard) -> FlatShard:
-    """Let the rule of lists run functions of lists that a shard is in, and return it."""
+    """Make list functions with this shard run by the rule of lists; return the shard."""
     shard.__class__ = _LEADING.get(type(shard), type(shard))
     return shard
 
@@ -419,7 +419,7 @@ def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
     shard: FlatShard = make_wrapper(
         FlatShard, spec.shape, stride, None, None, dtype, torch.strided, device
     )
-    # At once: each assignment to an attribute of a tensor takes its time.
+    # One assignment: each assignment to an attribute of a tensor costs time.
     shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}
     return shard
 

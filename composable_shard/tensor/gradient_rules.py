@@ -2,11 +2,11 @@
 
 [Note: Writes by owners]
 An optimizer steps a parameter of granularity "param" on its owner alone; the other ranks have no
-gradient of it and notice nothing. But all ranks must make the same decision whether full values
-that were gathered before are still valid. So on every rank a step of an optimizer counts as a write
-to all owned parameters in its groups. Full values that outlive a backward that reduced gradients
-are gathered again, as the user may step by hand. Any other write by hand must happen on all ranks:
-an in-place op on the empty shard counts.
+gradient of it and don't see the write. But all ranks must decide in the same way whether full
+values gathered before are still valid. So on every rank a step of an optimizer counts as a write to
+all owned parameters in its groups. Full values that outlive a backward that reduced gradients are
+gathered again, as the user may step by hand. Any other write by hand must happen on all ranks: an
+in-place op on the empty shard counts.
 
 [Note: Steps of optimizers]
 Guards count steps apart from edits, so that the ranks can compare both; whose write it is only a
@@ -59,21 +59,21 @@ from composable_shard.torch_private import (
 
 
 class ShardedParams(ABC):
-    """What the rules ask of a handle.
+    """The part of a handle that the rules use.
 
     Attributes:
-        layout: Who owns what.
+        layout: The layout, with the owners of whole parameters.
     """
 
     layout: FlatLayout
 
     @abstractmethod
     def labels(self) -> list[ParamLabel]:
-        """Return those of the parameters, and of the flat parameter if there is one."""
+        """Return the labels of the parameters, and of the flat parameter if there is one."""
 
     @abstractmethod
     def trained_shards(self) -> list[FlatShard]:
-        """Return the parameters at rest; none while they are frozen, or one flat parameter."""
+        """Return the sharded parameters; none if frozen, or shown as one flat parameter."""
 
 
 class _StepHooks:
@@ -103,10 +103,10 @@ step_hooks = _StepHooks()
 
 
 def join_tree(handles: Iterable[ShardedParams]) -> None:
-    """Let the gradients of all handles of a tree know which of its parameters are owned.
+    """Make the owned parameters of a tree known to the gradients of all its handles.
 
-    Their labels lead to the handles. A deep copy shares labels with the original, so trees that
-    have a label in common are treated as one.
+    The gradients' labels refer to the handles. A deep copy shares labels with the original, so
+    trees that have a label in common are treated as one.
     """
     handles = list(handles)
     labels = [label for handle in handles for label in handle.labels()]
@@ -124,7 +124,7 @@ def _has_owned(handle: ShardedParams) -> bool:
 def _trainable_owned(shards: Iterable[FlatShard]) -> Iterator[FlatShard]:
     """Yield the trainable owned parameters of the trees that the shards belong to.
 
-    The same ones on all ranks, whatever gradients those have.
+    They are the same on all ranks, even if the ranks have different gradients.
     """
     trees = {id(owned): owned for x in shards if (owned := x._shard_spec.label.owned)}
     for handle in {handle for owned in trees.values() for handle in owned}:
@@ -186,7 +186,7 @@ def _norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     order = option(func, args, kwargs, name)
     order = 2.0 if order is None else float(order)
     if order <= 0:
-        raise unsupported(func, args)  # no norm of the slices' norms: gathered
+        raise unsupported(func, args)  # can't be computed from the slices' norms: gathered
     norm = norms_of([shard], order, kwargs.get("dtype"))[0]
     return shaped(shard, norm, option(func, args, kwargs, "keepdim"))
 
@@ -229,9 +229,9 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _check_all_ranks_have_them(shards: Sequence[FlatShard]) -> None:
-    """Check that a list of gradients can be the same one on every rank.
+    """Check that all ranks can pass the same list of gradients.
 
-    Where some gradients of the tree are on their owner alone, every rank that has any of it raises.
+    If gradients of the tree are on their owner alone, every rank whose list has any of it raises.
     """
     names = sorted(param._shard_spec.label.fqn for param in _trainable_owned(shards))
     if names:
@@ -246,9 +246,9 @@ def _check_all_ranks_have_them(shards: Sequence[FlatShard]) -> None:
 def norms_of(
     shards: Sequence[FlatShard], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Return each shard's norm; one collective for all that have the same groups.
+    """Return each shard's norm; issues one collective for all shards with the same groups.
 
-    Collective also for what one rank holds whole: the others pass empty shards of it.
+    It is collective also for parameters that one rank owns: the others pass their empty shards.
     """
     norms: list[Tensor | None] = [None] * len(shards)
     _check_inexact(shards, {shard.dtype for shard in shards})
@@ -288,21 +288,21 @@ def group_slices(shards: Sequence[FlatShard]) -> Slices:
 def _check_inexact(shards: Sequence[FlatShard], dtypes: Iterable[torch.dtype]) -> None:
     """Check on all ranks that shards of these dtypes have norms.
 
-    Torch would raise on those whose slice is not empty, and the others would wait.
+    Torch would raise only on ranks with non-empty slices, and the other ranks would wait.
     """
     if not all(map(is_inexact, dtypes)):
         raise RuntimeError(f"norms need floating-point tensors, got {describe_operands(shards)}")
 
 
 def total_norms(slices: Slices, order: float) -> list[Tensor]:
-    """Return norms whose norm is that of all slices of all ranks; one for each choice of groups.
+    """Return a norm for each choice of groups; the norm of these norms is the total norm.
 
-    One collective of one element for each choice of groups, in float64.
+    Issues one collective of one element for each choice of groups, in float64.
 
     Args:
-        slices: On every rank of the same parameters; of what one rank holds whole, the others pass
-            empty shards to `group_slices`.
-        order: More than 0; of other orders not every norm is one of partial norms.
+        slices: Slices of the same parameters on every rank; for parameters that one rank owns, the
+            others pass empty shards to `group_slices`.
+        order: More than 0; other norms can't be computed from partial norms.
     """
     found = []
     for (groups, device), locals_ in slices.items():
@@ -318,7 +318,7 @@ def total_norms(slices: Slices, order: float) -> list[Tensor]:
 
 def _combined_norms(locals_: list[Tensor], order: float, groups: tuple[str, ...]) -> list[Tensor]:
     device, norms = locals_[0].device, iter(_local_norms(locals_, order))
-    # Of an empty slice 0, filled in by the device: the host must not wait.
+    # An empty slice has norm 0, written by the device so that the host does not wait.
     nothing = torch.zeros((), dtype=_exact(device), device=device)
     values = torch.stack([next(norms).to(nothing) if x.numel() else nothing for x in locals_])
     if math.isinf(order):
@@ -335,7 +335,7 @@ def _local_norms(locals_: list[Tensor], order: float) -> list[Tensor]:
 
 
 def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscale gradients for GradScaler, and tell every rank if any of them found an inf or NaN."""
+    """Unscale gradients for GradScaler; all ranks learn whether any of them found an inf or NaN."""
     grads, found_inf, inverse_scale = args
     shards = [grad for grad in grads if isinstance(grad, FlatShard)]
     _check_all_ranks_check(shards)
@@ -354,7 +354,7 @@ def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _check_all_ranks_check(shards: Sequence[FlatShard]) -> None:
-    """Check that all ranks call this with a list that tells of their owned gradients too."""
+    """Check that the list has gradients that carry the flags of owned ones to all ranks."""
     reached = {
         (reduction_groups(shard._shard_spec), shard.dtype)
         for shard in shards

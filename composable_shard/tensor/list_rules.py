@@ -52,17 +52,16 @@ class _ListRule:
     """Runs one op on lists of shards; all lists agree, item by item, in the range they hold.
 
     [Note: Direct lists]
-    To take lists of a subclass through the dispatcher costs more than a step on their slices. Torch
-    asks each item of a list for `__torch_function__` before that. So the first item, if it is no
-    parameter, gets a class that has one. It runs the rule at once, where autograd is off and no
-    mode is active.
+    Dispatching lists of a subclass costs more than a step on their slices. Before that torch asks
+    each item of a list for `__torch_function__`. So the first item, if it is not a parameter, gets
+    a class that has one. It runs the rule at once, where autograd is off and no mode is active.
     """
 
     __slots__ = ("_call", "_has_results", "_lists", "_plain", "_written")
 
     def __init__(self, func: OpOverload) -> None:
         self._call = binding(func)
-        self._has_results = bool(schema_of(func).returns)  # the binding returns its input otherwise
+        self._has_results = bool(schema_of(func).returns)  # otherwise the binding returns its input
         arguments = schema_arguments(func)
         names = [argument.name for argument in arguments]
         self._plain = names.index("state_steps") if "state_steps" in names else -1
@@ -93,7 +92,7 @@ class _ListRule:
         ]
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run torch's function, [Note: Direct lists]; NotImplemented where the op must decide."""
+        """Run torch's function, [Note: Direct lists]; NotImplemented if the op must decide."""
         if any(isinstance(value, FlatShard | list | tuple) for value in kwargs.values()):
             return NotImplemented
         try:
@@ -116,7 +115,7 @@ class _ListRule:
         return is_list and type(arg[0]) is not float and type(arg[0]) is not int
 
     def _choose_lead(self, args: tuple[Any, ...]) -> None:
-        """Let the next function of these tensors run by its rule, [Note: Direct lists]."""
+        """Make the next function of these tensors run by its rule, [Note: Direct lists]."""
         for place in (*reversed(self._written), *self._lists):
             first = args[place][0] if place < len(args) and args[place] else None
             if isinstance(first, FlatShard) and first._guard is None and not is_trainable(first):
@@ -152,7 +151,7 @@ class _ListRule:
     def _some_shards(
         self, func: OpOverload, args: tuple[Any, ...]
     ) -> tuple[list[Any], Sequence[ShardSpec | None]]:
-        """Take the lists apart item by item, where some items are plain on all lists."""
+        """Return local operands and specs, item by item: some items are plain in all lists."""
         places = [place for place in self._lists if place < len(args) and args[place]]
         operands = [list(arg) if place in places else arg for place, arg in enumerate(args)]
         specs: list[ShardSpec | None] = []
@@ -228,7 +227,7 @@ _FUNCTION_RULES = _FunctionRules()
 def run_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function of torch on lists, [Note: Direct lists], and return its result.
 
-    NotImplemented where it has no rule, or the op must decide.
+    NotImplemented if it has no rule, or the op's rule must decide.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or num_dispatch_modes():
         return NotImplemented

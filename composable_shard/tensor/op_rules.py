@@ -1,4 +1,4 @@
-"""Which rule runs each op on FlatShards; the one place that fills the table."""
+"""The rule for each op on FlatShards; only this module fills the table."""
 
 from __future__ import annotations
 

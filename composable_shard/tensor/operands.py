@@ -1,6 +1,6 @@
 """Checks of the operands of rules, and values that users give for a shard.
 
-Which elements of such a value a rank holds is a region, [Note: Regions].
+The elements of such a value that a rank holds form a region, [Note: Regions].
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def schema_arguments(func: OpOverload) -> list[SchemaArgument]:
 
 
 def binding(func: OpOverload) -> Callable[..., Any]:
-    """Return the C function of `torch` behind an op, or the op itself where there is none.
+    """Return the C function of `torch` behind an op, or the op itself if there is none.
 
     It takes the same arguments, for two thirds of the host time of a call through `torch.ops`.
     """
@@ -75,7 +75,7 @@ def _describe(tensor: Tensor) -> str:
 def describe_operands(args: Iterable[Any]) -> str:
     """Return names and shapes of the tensors among an op's arguments, the first few of them.
 
-    Holds nothing that differs between ranks, as every rank must raise the same error.
+    Leaves out all that differs between ranks, because every rank must raise the same error.
     """
     tensors = [tensor for arg in args for tensor in _tensors(arg)]
     return ", ".join(map(_describe, tensors[:4])) + (", ..." if len(tensors) > 4 else "")
@@ -95,7 +95,7 @@ def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
 
 
 def owner_error(func: OpOverload, specs: Iterable[ShardSpec]) -> NeedsWhole | None:
-    """Return the error for an op that needs values which one rank holds whole, if it does."""
+    """Return the error for an op that needs values that one rank owns; None for other ops."""
     for spec in specs:
         if spec.owner is not None and spec.world_size > 1:
             return NeedsWhole(
@@ -189,7 +189,7 @@ def has_fitting_shape(value: Tensor, spec: ShardSpec) -> bool:
 
 
 def needs_gather(value: Tensor, spec: ShardSpec) -> bool:
-    """Return whether `slice_given` communicates: the value lies on the ranks in another way."""
+    """Return whether `slice_given` communicates, because the value is distributed differently."""
     if isinstance(value, FlatShard):
         return value._shard_spec != spec
     if not isinstance(value, DTensor):
@@ -200,8 +200,8 @@ def needs_gather(value: Tensor, spec: ShardSpec) -> bool:
 def slice_given(value: Tensor, spec: ShardSpec) -> Tensor:
     """Return this rank's part of a value, shape `(end - start,)`; it may share memory.
 
-    The value is a plain tensor, the same on all ranks, a DTensor, or a FlatShard of any layout. One
-    all-gather of it, over the ranks that it lies on, where `needs_gather`.
+    The value is a plain tensor, the same on all ranks, a DTensor, or a FlatShard of any layout.
+    Issues one all-gather over the value's ranks if `needs_gather`.
     """
     if isinstance(value, FlatShard) and value._shard_spec == spec:
         return value._local

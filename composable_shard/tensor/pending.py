@@ -1,11 +1,11 @@
-"""What `.grad` of a sharded parameter is while gradients wait for a reduction.
+"""The `.grad` of a sharded parameter while gradients wait for a reduction.
 
 [Note: Pending gradients]
-Gradients that `no_sync`, or a reduction that was put off, keeps are no shards yet. In plain torch
-they would be in `.grad`, where `zero_grad()` and `p.grad = None` reach them, in code that first
-asks whether `.grad` is None: where it were, gradients would be kept over a `zero_grad()`, and
-nobody would know. So a `PendingGradient` stands for them: whoever sets another value drops them.
-It has no values; whatever would read or write them raises an error with the parameter's name.
+Gradients kept by `no_sync` or by a postponed reduction are not shards yet. In plain torch they
+would be in `.grad`, where `zero_grad()` and `p.grad = None` drop them. Code that does so first asks
+whether `.grad` is None; if it were, gradients would silently survive a `zero_grad()`. So a
+`PendingGradient` stands for them, and setting another value drops them. It has no values; an op
+that reads or writes values raises an error with the parameter's name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 class PendingGradient(FlatShard):
     """Stands for a gradient that waits for a reduction, see [Note: Pending gradients]."""
 
-    reduced: Tensor | None  # what earlier backwards have reduced: the `.grad` there would be else
+    reduced: Tensor | None  # part reduced by earlier backwards, else `.grad`
 
     @staticmethod
     def __new__(
@@ -36,7 +36,7 @@ class PendingGradient(FlatShard):
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> PendingGradient:
-        """Make one for a parameter, or like another one."""
+        """Make a placeholder for a parameter, or one like another placeholder."""
         spec = like._shard_spec
         self: PendingGradient = make_wrapper(
             cls,
@@ -50,7 +50,7 @@ class PendingGradient(FlatShard):
 
     @property
     def _local(self) -> NoReturn:  # type: ignore[override] # no values
-        """Raise: so does everything that reads or writes values."""
+        """Raise, and so make every op raise that reads or writes values."""
         raise RuntimeError(
             f"the gradient of parameter '{self._shard_spec.label}' waits for a reduction, as under "
             "no_sync, so this rank has no shard of it. Run a backward that reduces it, or call "
@@ -71,7 +71,7 @@ class PendingGradient(FlatShard):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Go with the parameter in `Module.to`; the rules of all other ops read `_local`."""
+        """Follow the parameter in `Module.to`; all other ops read `_local`, and so raise."""
         options = kwargs or {}
         if func is aten._to_copy.default:
             return cls(args[0], args[0].reduced, options.get("dtype"), options.get("device"))
@@ -101,12 +101,12 @@ def reduced_gradient(param: Tensor) -> Tensor | None:
 
 
 def show_pending(param: FlatShard) -> None:
-    """Let `.grad` of a parameter stand for a gradient that waits."""
+    """Set `.grad` of a parameter to a PendingGradient, for a gradient that waits."""
     set_gradient(param, PendingGradient(param, param.grad))
 
 
 def hide_pending(param: FlatShard) -> bool:
-    """Let `.grad` be the reduced part again; return whether nobody has set it otherwise."""
+    """Set `.grad` to the reduced part; return whether the PendingGradient was still there."""
     grad = param.grad
     if not isinstance(grad, PendingGradient):
         return False

@@ -83,7 +83,7 @@ def local_operands(func: OpOverload, args: tuple[Any, ...]) -> tuple[list[Any], 
 
 
 def _fill_value(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `fill_` with a 0-dim tensor, whose dtype counts for nothing."""
+    """Run `fill_` with a 0-dim tensor, whose dtype is ignored."""
     target, value = args
     if not isinstance(target, FlatShard):
         raise write_to_plain(func, target, args)
@@ -235,7 +235,7 @@ def _new_filled(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _is_reduced(size: Sequence[int], shape: Sequence[int]) -> bool:
-    """Return whether a size is that of sums over some dims of a shape, as Adafactor's state is."""
+    """Return whether sums over some dims of a shape have this size, as Adafactor's state has."""
     is_sum = len(size) == len(shape) and all(
         one in (1, full) for one, full in zip(size, shape, strict=True)
     )
@@ -253,7 +253,7 @@ def _new_empty(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _new_empty_strided(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Autograd asks for the memory of a gradient this way."""
+    """Make memory for a gradient, as autograd asks for it."""
     shard, size, stride = args
     local, spec = shard._local, shard._shard_spec
     if tuple(size) != tuple(spec.shape) or tuple(stride) != tuple(spec.stride):
@@ -266,7 +266,7 @@ def _is_same_size(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _can_take_data_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell `Module.to` whether `.data` can be replaced; it can, whatever the device and dtype."""
+    """Return True to `Module.to`: `.data` can be replaced for any device and dtype."""
     shard, other = args
     return isinstance(shard, FlatShard) and isinstance(other, FlatShard)
 

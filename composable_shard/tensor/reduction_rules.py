@@ -8,10 +8,10 @@ Random fills compute the dense tensor, in its own memory layout and with the giv
 keep this rank's slice, so that the values are those of the unsharded tensor for any world size.
 
 [Note: Scope of a reduction]
-A reduction to one value is over all ranks whatever the granularity, or it raises. Of a parameter
-that one rank holds whole all ranks have a shard, mostly empty: it is a collective like any other.
-Its gradient is on that rank alone, which would get a value that the others don't have: it raises,
-outside of an optimizer's step, which runs on that rank alone as a whole.
+For any granularity, a reduction to one value is over all ranks, or it raises. All ranks have a
+shard, mostly empty, of a parameter that one rank owns: its reduction is a collective like any
+other. Its gradient exists only on the owner, which would get a value that the others lack: the
+reduction raises, except inside an optimizer's step, which runs on the owner alone.
 
 Sums and norms reduce the slices. Any other reduction (over some dims, a mean, a maximum, the order
 of elements) runs on whole tensors, [Note: Gathered operands].

@@ -15,8 +15,8 @@ WholeRule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Callable[[],
 class NeedsWhole(RuntimeError):
     """Raised by a rule, before it changes anything, if it needs more than this rank's range.
 
-    Where this rank holds every operand whole, the op runs on whole tensors instead. Users see
-    `refusal()` of it.
+    If this rank holds every operand whole, the op runs on whole tensors instead. Users see its
+    `refusal()`.
     """
 
     def __init__(self, text: str, remedy: str = WHOLE_NEEDED) -> None:
@@ -24,7 +24,7 @@ class NeedsWhole(RuntimeError):
         self._remedy = remedy
 
     def refusal(self, is_trained: bool) -> RuntimeError:
-        """Return the error for users: with a remedy that trains, for parameters in a graph."""
+        """Return the error for users; in a graph the remedy is one that allows training."""
         return RuntimeError(f"{self} {WHOLE_NEEDED if is_trained else self._remedy}")
 
 
@@ -35,9 +35,9 @@ class RuleTable(dict[OpOverload, Rule]):
 
     Attributes:
         families: Asked in order for a rule of an op that has none.
-        on_lists: Runs a function of torch if it is one of lists of shards.
-        on_whole: Asked after `NeedsWhole` for what runs the op on whole tensors; it returns None
-            where this rank does not hold them.
+        on_lists: Runs a function of torch on lists of shards.
+        on_whole: Asked after `NeedsWhole` for a function that runs the op on whole tensors; returns
+            None if this rank does not hold them.
     """
 
     def __init__(self) -> None:

@@ -46,12 +46,12 @@ class UnitLabel:
     """The name of a unit in messages, and its number.
 
     Attributes:
-        name: As seen from the outermost sharded module so far.
-        number: Which of the units over the same ranks it is, in the order of `fully_shard` calls.
-            Units of one name are told apart by it; a copy of a unit has the same.
-        text: Both.
-        first_call: Number of the collective in which the ranks have compared the unit, the same on
-            all of them; 0 where it is not known, as of a copy.
+        name: Name of the unit, as seen from the outermost sharded module so far.
+        number: Position among the units over the same ranks, in the order of `fully_shard` calls.
+            It distinguishes units of one name; a copy of a unit has the same number.
+        text: Name and number.
+        first_call: Number of the collective that compared the unit, equal on all ranks; 0 if not
+            known, as for a copy.
     """
 
     __slots__ = ("first_call", "name", "number", "text")
@@ -101,7 +101,7 @@ class ParamLabel:
         self.fqn = fqn
 
     def refuse_gradient_node(self) -> NoReturn:
-        """Refuse to tell the node that accumulates the gradient: no graph leads there."""
+        """Raise: no graph reaches a node that accumulates the gradient."""
         raise RuntimeError(
             f"the node that accumulates the gradient of the sharded parameter '{self.fqn}' was "
             "asked for (torch.autograd.graph.get_gradient_edge, register_multi_grad_hook, or a "
@@ -120,34 +120,34 @@ class ShardSpec:
 
     The *dense* tensor is what the ranks of the shard group hold together: the original parameter,
     or its local part where it is a DTensor of a tensor-parallel mesh. Its elements, in memory
-    order, are those of one parameter of a layout from `start` on, or with `index` None of all its
+    order, are a layout's elements of one parameter from `start` on, or with `index` None of all
     parameters with the padding between them. Compares and hashes by value; `label` is for messages
     only. The attributes below are computed at the first access.
 
     Attributes:
         numel: Elements of the dense tensor.
-        owner: The rank that holds the whole tensor by plan, None where all share it.
+        owner: The rank that holds the whole tensor by plan; None if all ranks share it.
         is_whole: This rank holds the whole tensor, by plan or by its strategy.
         is_owned_by_other_rank: Another rank holds the whole tensor, and this one nothing of it.
         local_range: This rank's half-open range of the dense tensor's elements.
         region: This rank's elements in the logical tensor, [Note: Regions].
         numels: Elements that each rank of the shard group holds.
-        stride: Of the logical tensor.
-        wrapper_stride: The same, None where it is row-major: then torch makes a wrapper faster.
+        stride: Stride of the logical tensor.
+        wrapper_stride: `stride`; None if row-major, as torch then makes a wrapper faster.
     """
 
     shape: torch.Size  # logical shape, what `tensor.shape` says
     dense_shape: torch.Size  # shape of the dense tensor; differs from `shape` for DTensors only
     dense_stride: tuple[int, ...]
-    layout: FlatLayout  # who owns what
-    index: int | None  # of the parameter there
+    layout: FlatLayout  # places and owners of the handle's parameters
+    index: int | None  # of the parameter in `layout`
     rank: int
     group_name: str
     tensor_parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
     label: ParamLabel = field(default_factory=lambda: ParamLabel("?"), compare=False)
-    start: int = 0  # other than 0 for some rows of a parameter
-    num_components: int = 1  # elements for each one of the layout: 2 for a complex tensor as real
-    is_split: bool = False  # its strategy shards it, if only over one rank: the same ops run
+    start: int = 0  # first element in the parameter; not 0 for some of its rows
+    num_components: int = 1  # elements for each element of the layout (2 for `view_as_real`)
+    is_split: bool = False  # the strategy shards it, even over one rank: the same ops run
 
     numel: int = field(init=False, compare=False, repr=False)
     owner: int | None = field(init=False, compare=False, repr=False)
@@ -160,7 +160,7 @@ class ShardSpec:
     wrapper_stride: tuple[int, ...] | None = field(init=False, compare=False, repr=False)
 
     def to_plain(self) -> tuple[Any, ...]:
-        """Return what defines the spec as plain data, for a pickle that loads safely."""
+        """Return the spec's fields as plain data, for a pickle that loads safely."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
         values |= {"layout": self.layout.as_tuple(), "label": self.label.fqn}
         return tuple(values.values())
@@ -272,7 +272,7 @@ _COMPUTED: dict[str, Callable[[ShardSpec], Any]] = {
 
 
 def _compute(spec: ShardSpec, name: str) -> Any:
-    """Fill a slot that is empty yet."""
+    """Compute an attribute at its first access."""
     if name not in _COMPUTED:
         raise AttributeError(f"'ShardSpec' object has no attribute '{name}'")
     value = _COMPUTED[name](spec)
@@ -295,7 +295,7 @@ _OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
 
 
 def cloned(tensor: Tensor) -> Tensor:
-    """Return a copy; of a subclass that wraps other tensors, which may know no clone, of those."""
+    """Return a copy; for a wrapper subclass, which may lack `clone`, from copies of its tensors."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.clone()
     names, context = tensor.__tensor_flatten__()
@@ -328,7 +328,7 @@ def _of_whole(name: str) -> Callable[..., Any]:
 
 
 def _refuse_placements(shard: Checkpointable) -> NoReturn:
-    """Say what loads values: no placement describes a flat range."""
+    """Raise, with the way to load values: no placement describes a flat range."""
     raise AttributeError(f"'{shard._shard_spec.label.fqn}': {PLACEMENTS}")
 
 
@@ -409,7 +409,7 @@ class Checkpointable(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy the slice and the attributes; the copy has no write guard.
 
-        And `.grad`, unless it is a parameter: torch's own deepcopy leaves out that of parameters.
+        Copies `.grad` too, except a parameter's, which torch's own deepcopy also leaves out.
         """
         if id(self) in memo:
             return memo[id(self)]

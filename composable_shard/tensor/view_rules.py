@@ -106,7 +106,7 @@ def _view_as_complex(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
         start=spec.start // 2,
         num_components=spec.num_components // 2,
     )
-    # Only what view_as_real made: any other range may cut a pair in two.
+    # Only results of view_as_real: any other range may cut a pair in two.
     if spec.shape[-1:] != (2,) or _spec_as_real(as_complex) != spec:
         raise unsupported(func, args)
     local = torch.view_as_complex(shard._local.view(-1, 2))

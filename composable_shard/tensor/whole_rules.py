@@ -1,10 +1,10 @@
-"""Ops on whole tensors: where this rank holds them, and the general way for rare ops elsewhere.
+"""Ops on whole tensors: those that this rank holds, and gathered ones for rare ops.
 
 [Note: Gathered operands]
 A few ops have no meaning on one rank's range, and users call them on parameters at rest all the
 same. They run on whole tensors, which every rank gathers: one all-gather for each shard. Results
-are plain tensors, the same on all ranks. All other ops raise, and every op that writes. Not `cat`,
-by which others flatten what they then reduce or broadcast.
+are plain tensors, the same on all ranks. All other ops raise, and so does every op that writes.
+`cat` raises too, because libraries flatten tensors with it to reduce or broadcast them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _READS = frozenset(_READ.split())
 def on_gathered(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any] | None:
-    """Return what runs an op on whole tensors that all ranks gather, or None.
+    """Return a function that runs an op on whole tensors that all ranks gather, or None.
 
     [Note: Gathered operands]
     """
@@ -74,7 +74,7 @@ def _run_gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 def on_whole(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], Any] | None:
-    """Return what runs an op on whole tensors, None where this rank does not hold all of them."""
+    """Return a function that runs an op on whole tensors; None if this rank lacks any of them."""
     operands = (args, tuple(kwargs.values()))
     shards = list(_shards(operands))
     if not all(shard._shard_spec.is_whole for shard in shards):
@@ -82,7 +82,7 @@ def on_whole(
     for shard in shards if torch.is_grad_enabled() else ():
         spec = shard._shard_spec
         if shard.requires_grad and spec.owner is not None and not spec.is_alone:
-            return None  # as on the other ranks, which would be waited for
+            return None  # the other ranks raise, so this one must too
     return partial(_run, func, args, kwargs)
 
 
@@ -126,7 +126,7 @@ def _written(
 
 
 def _unwrap(value: Any, originals: dict[int, Tensor]) -> Any:
-    """Replace shards by whole tensors, and remember what each stands for."""
+    """Replace shards by whole tensors, and remember the shard of each."""
     if isinstance(value, FlatShard):
         whole = whole_of(value)
         originals[id(whole)] = value
@@ -139,7 +139,7 @@ def _unwrap(value: Any, originals: dict[int, Tensor]) -> Any:
 def _wrap(
     result: Any, shards: list[FlatShard], originals: dict[int, Tensor], is_elementwise: bool
 ) -> Any:
-    """Return what stands for a result: what was written, a view, a shard, or the plain result."""
+    """Return a result in the user's form: the written shard, a view, a shard, or a plain tensor."""
     if not isinstance(result, Tensor) or id(result) in originals:
         return originals.get(id(result), result)
     if isinstance(result, DTensor):
@@ -154,7 +154,7 @@ def _wrap(
 
 
 def _view_of(shard: FlatShard, view: Tensor) -> Tensor:
-    """Return a view of a whole shard's memory as a shard; as it is where it can be none."""
+    """Return a view of a whole shard's memory as a shard, or as it is if it can't be one."""
     start = int(view.storage_offset() - shard._local.storage_offset())
     geometry = Geometry(view.shape, view.stride(), start)
     if geometry.is_one_run:

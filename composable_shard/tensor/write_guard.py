@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from composable_shard.torch_private import current_backward_id
 
-_MAX_READS = 4  # that are waited for one by one; older ones have long been done
+_MAX_READS = 4  # noted copies; before a further one the oldest is waited for
 
 
 class _Running(threading.local):
@@ -53,11 +53,11 @@ class WriteGuard:
         self.is_in_backward = False
         self.is_in_scope = False
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
-        self.may_have_hooks = True  # that see final gradients, for all that the owner knows
+        self.may_have_hooks = True  # hooks that see final gradients, as far as the owner knows
         self.owner = owner  # the handle; a unit that shares a parameter finds it here
 
     def __deepcopy__(self, memo: object) -> None:
-        """Return None: what is copied belongs to no handle."""
+        """Return None: a copy belongs to no handle."""
 
     def note_write(self, fqn: str) -> None:
         """Count a write, before it happens.
@@ -89,7 +89,7 @@ class WriteGuard:
     def is_backward_running(self) -> bool:
         """Whether a backward that still needs the parameters is running, on the thread that asks.
 
-        The flag stays set when a backward is aborted; what comes after it is outside of any.
+        The flag stays set when a backward is aborted, so this also asks whether any backward runs.
         """
         return self.is_in_backward and current_backward_id() != -1
 
@@ -120,7 +120,7 @@ class WriteGuard:
         return found
 
     def at_next_write(self, run: Callable[[], None]) -> None:
-        """Choose what runs with the next write, once."""
+        """Set a function that runs once, with the next write."""
         self._at_write = run
 
     def _run_at_write(self) -> None:
