@@ -65,7 +65,7 @@ FOUND_BY = {
     "HostGradient.collect": "step_on_host",
     "ShardedGradScaler._unscale_grads_": "scaled_step",
     "WriteGuard.note_write": "writes_on_host",
-    "FlatShard.full_tensor": "whole_parameters",
+    "FlatShard.gathered": "whole_parameters",
 }
 
 # Waits that no program here needs, and why they are there.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -455,6 +455,10 @@ def _shard_nbytes(model: nn.Module) -> int:
     return sum(handle.local_shard.nbytes for handle in get_handles(model))
 
 
+def _gradient_nbytes(hosts: Iterable[Any]) -> int:
+    return sum(buffer.nbytes for host in hosts for buffer in host._memory)
+
+
 def _device_nbytes(model: nn.Module) -> int:
     handles = get_handles(model)
     held = [h.unsharded for h in handles] + [
@@ -475,7 +479,7 @@ def test_at_rest_the_device_holds_nothing_or_a_copy_of_the_shard(policy: str) ->
         _plain_step(model, optimizer, step)
     shard_nbytes = _shard_nbytes(model)
     assert _device_nbytes(model) == (0 if policy == "params" else shard_nbytes)
-    assert sum(h.grads.host.nbytes for h in get_handles(model)) == shard_nbytes
+    assert _gradient_nbytes(h.grads.host for h in get_handles(model)) == shard_nbytes
     assert all(h.grads.reduced is None and not h.grads.host._in_flight for h in get_handles(model))
 
 
@@ -491,7 +495,7 @@ def test_host_memory_is_allocated_once() -> None:
     for step in range(3):
         _accumulating(model, optimizer, step)
         addresses.add(tuple(b.data_ptr() for host in hosts for b in host._memory))
-        growth.append(sum(host.nbytes for host in hosts))
+        growth.append(_gradient_nbytes(hosts))
         optimizer.zero_grad()
     assert growth == [2 * nbytes] * 3
     assert len(addresses) == 1

@@ -20,7 +20,7 @@ from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
-from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec, WriteGuard
+from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec, UnitLabel, WriteGuard
 from tests.helpers import peak_bytes
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def _full(
         _shard_group(size), Precision(param_dtype=param_dtype), OffloadPolicy(), is_kept
     )
     _, full = plan.allocate(layout, WriteGuard(), torch.float32, CPU)
-    full.name = "block"
+    full.label = UnitLabel("block")
     return full
 
 

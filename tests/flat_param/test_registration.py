@@ -361,7 +361,7 @@ def test_edit_of_the_full_flat_parameter_is_written_back() -> None:
     register_flat_param(model)
     with torch.no_grad():
         model.get_parameter("_flat_param").fill_(3.0)
-    with pytest.warns(UserWarning, match=r"the edits of \['_flat_param'\] between unshard"):
+    with pytest.warns(UserWarning, match=r"the edits of \['up.weight'\] between unshard"):
         reshard(model)
     assert_flat_at_rest(model)
 

@@ -306,6 +306,7 @@ def test_a_backward_that_reads_nothing_spares_its_gather() -> None:
     def shard(model: nn.Module) -> None:
         for part in model.children():
             fully_shard(part, reshard_after_forward=True)
+        fully_shard(model)
         set_unshard_in_backward(model.embedding, False)
 
     twins = Twins(_WordsAndHead, shard)

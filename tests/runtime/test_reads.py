@@ -562,7 +562,7 @@ def test_c1_read_that_nobody_announces_is_named() -> None:
 def test_a_gradient_where_freed_values_were_is_no_view_of_them() -> None:
     """To copy one, on the rank whose memory came to lie so, may be a collective of a DTensor."""
     values = torch.ones(8, requires_grad=True)
-    full = SimpleNamespace(output=values.detach(), nbytes=values.nbytes)
+    full = SimpleNamespace(output=values.detach(), buffer=values.detach())
     handle: Any = SimpleNamespace(full=full, requires_grad=False)
     hooks = SavedValues(KnownForwards(), "?", [handle], below=None, others=None)
     hooks.end()
