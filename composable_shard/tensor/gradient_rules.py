@@ -138,13 +138,21 @@ class NeverStepped:
     shard_label: object
 
 
-def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    ref = weakref.ref(optimizer)
+class _CallArguments(dict[str, Any]):
+    """Keyword arguments of a step: only its frame holds them, so they end with it."""
+
+
+def _begin_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    kwargs = _CallArguments(kwargs)
+    # No hook runs after a step that fails.
     outer = running.steps
-    if ref in outer:
-        outer = outer[: outer.index(ref)]  # the step in there has failed: no hook ran after it
-    running.steps = (*outer, ref)
+    while outer and outer[-1][0]() is None:
+        outer = outer[:-1]
+    running.steps = (*outer, (weakref.ref(kwargs), weakref.ref(optimizer)))
     _note_owned_writes(optimizer)
+    return args, kwargs
 
 
 def _end_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

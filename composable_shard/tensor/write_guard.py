@@ -13,10 +13,14 @@ from composable_shard.torch_private import current_backward_id
 _MAX_READS = 4  # noted copies; before a further one the oldest is waited for
 
 
-class _Running(threading.local):
-    """The optimizers whose steps the thread is in; another tuple for each step."""
+# A step: an object that is gone when the step has ended, even if it failed; and the optimizer.
+Step = tuple["weakref.ref[object]", "weakref.ref[Optimizer]"]
 
-    steps: tuple[weakref.ref[Optimizer], ...] = ()
+
+class _Running(threading.local):
+    """The steps that the thread is in; another tuple for each."""
+
+    steps: tuple[Step, ...] = ()
 
 
 running = _Running()
@@ -99,12 +103,13 @@ class WriteGuard:
         if self._at_write is not None:
             self._run_at_write()
 
-    def _note_writer(self, steps: tuple[weakref.ref[Optimizer], ...]) -> None:
+    def _note_writer(self, steps: tuple[Step, ...]) -> None:
         self._last_writer = steps
-        if not steps or steps[-1]() is None:  # a step that failed, of an optimizer that is gone
+        if not steps or steps[-1][0]() is None:  # after a step that failed
             self._has_edits = True
         else:
-            self._num_steps[steps[-1]] = self._num_steps.get(steps[-1], 0) + 1
+            optimizer = steps[-1][1]
+            self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
 
     def take_new(self) -> tuple[int, bool, int]:
         """Return what was written since the last such call, for all ranks to compare.

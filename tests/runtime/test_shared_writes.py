@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,7 @@ from torch import nn
 
 from composable_shard import ShardingStrategy, fully_shard
 from tests import differences
-from tests.helpers import distributed
+from tests.helpers import Planned, distributed
 from tests.models import rank_input
 
 
@@ -30,6 +33,27 @@ def test_l_alone_writes_of_one_rank_are_named(name: str, strategy: str, text: st
     with pytest.raises(RuntimeError, match=text) as caught:
         differences.train(name, strategy)
     assert "rank 0 is in a backward" in str(caught.value)
+
+
+class _FailingSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise Planned
+
+
+@distributed(2)
+def test_an_edit_after_a_step_that_failed_is_an_edit_on_all_ranks() -> None:
+    """Even if the optimizer of that step lives on one rank alone, as garbage may."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer: Any = _FailingSGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    with suppress(Planned):
+        optimizer.step()
+    if dist.get_rank() == 1:
+        del optimizer
+    for _ in range(2):
+        with torch.no_grad():
+            model.weight.mul_(1.0)
+        model(rank_input(2, 4)).sum().backward()
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
