@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 Pair = tuple[int, int, int, int]  # two parameters with a value of each, by number
-NUM_MET = 2  # values of each other parameter that a value meets in `make test`
 
 
 class GridRows(list[tuple[Any, ...]]):
@@ -60,11 +59,11 @@ def _pairs(row: dict[int, int]) -> list[Pair]:
     ]
 
 
-def two_of_each(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
+def two_of_each(cases: Sequence[Mapping[str, Hashable]], num_met: int = 2) -> list[int]:
     """Return which cases to keep, such that each value meets two of every other parameter's values.
 
-    Or the only one that it meets in all cases. Of two parameters with 21 and 4 values that are 42
-    cases, each of the 4 values in about as many.
+    Or `num_met`, or the only one that it meets in all cases. Of two parameters with 21 and 4 values
+    that are 42 cases, each of the 4 values in about as many.
     """
     meetings = [list(itertools.permutations(case.items(), 2)) for case in cases]
     known: dict[tuple[Any, str], set[Any]] = defaultdict(set)
@@ -75,7 +74,7 @@ def two_of_each(cases: Sequence[Mapping[str, Hashable]]) -> list[int]:
 
     def is_missing(value: Any, other: Any) -> bool:
         seen = met[value, other[0]]
-        return other not in seen and len(seen) < min(NUM_MET, len(known[value, other[0]]))
+        return other not in seen and len(seen) < min(num_met, len(known[value, other[0]]))
 
     def usefulness(index: int) -> tuple[int, int]:
         num_missing = sum(is_missing(*pair) for pair in meetings[index])
