@@ -61,6 +61,9 @@ LONG_TESTS = frozenset(
         "test_killed_parent_leaves_no_process",
         "test_language_model_ends_cleanly_at_ctrl_c",
         "test_a_step_takes_little_more_than_its_bound",
+        "test_levels_are_those_of_the_formulas_and_below_fsdp2",
+        "test_steps_with_replicas_have_no_races",
+        "test_neither_does_one_over_replicas",
         "test_memory_does_not_grow_with_the_steps",
         "test_l_dies_the_others_say_who_is_gone_and_torchrun_resumes",
         "test_compiled_units_train_alike",
@@ -68,6 +71,16 @@ LONG_TESTS = frozenset(
         "test_compiled_step_equals_the_eager_one",
         "test_a_compiled_layer_costs_no_call_more",
         "test_a_step_after_an_interrupt_at_any_line_is_right",
+    }
+)
+LONG_FILES = frozenset(
+    {
+        "test_fuzz_claims",
+        "test_harness",
+        "test_interchange",
+        "test_scale",
+        "test_soak",
+        "test_tutorials",
     }
 )
 BACKSTOP_S = 30.0  # after the deadline: for a test that is stuck where no signal handler runs
@@ -109,9 +122,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("all_cases"):
         if os.environ.get("CI"):
-            items[:] = [
-                item for item in items if getattr(item, "originalname", "") not in LONG_TESTS
-            ]
+            items[:] = [item for item in items if not _is_long(item)]
         items[:] = _with_modes_in_turn(_with_one_size_each(_with_two_of_each(items)))
     num_tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (_turn_of(item), -num_tests[item.path]))
@@ -141,6 +152,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         faulthandler.cancel_dump_traceback_later()
+
+
+def _is_long(item: pytest.Item) -> bool:
+    name = getattr(item, "originalname", "")
+    return name in LONG_TESTS or item.path.stem in LONG_FILES
 
 
 def _turn_of(item: pytest.Item) -> int:
