@@ -16,7 +16,6 @@ import importlib
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ def _oss(model: nn.Module) -> Any:
 def _fairscale_sharded_ddp(model: nn.Module) -> nn.Module:
     optimizer = _oss(model)
     wrap = importlib.import_module("fairscale.nn.data_parallel").ShardedDataParallel
-    # With buckets (the default) gradients that `zero_grad()` set to None are not reduced again.
+    # With buckets (the default) losses differ from DDP's from the third step on.
     wrapper = wrap(model, optimizer, reduce_buffer_size=0)
     wrapper.peer_optimizer = optimizer
     return wrapper  # type: ignore[no-any-return]
@@ -103,26 +102,3 @@ BUILDERS: dict[str, tuple[str, Builder]] = {
     "fairscale_sddp": ("fairscale", _fairscale_sharded_ddp),
     "simple_fsdp": ("torchtitan", _simple_fsdp),
 }
-
-
-def saver(peer: str, model: Any, optimizer: Any, folder: Path) -> tuple[Any, Any] | None:
-    """Return what saves model and optimizer the library's own way, and what loads them again."""
-    if peer.startswith("deepspeed"):
-        path = str(folder / peer)
-        return partial(model.save_checkpoint, path), partial(model.load_checkpoint, path)
-    if not peer.startswith("fairscale"):
-        return None
-    whole = folder / f"{peer}.pt"
-
-    def save_whole() -> None:
-        optimizer.consolidate_state_dict(recipient_rank=0)
-        if dist.get_rank() == 0:
-            torch.save((model.module.state_dict(), optimizer.state_dict()), whole)
-        dist.barrier()
-
-    def load_whole() -> None:
-        states, optim = torch.load(whole, weights_only=False)
-        model.module.load_state_dict(states)
-        optimizer.load_state_dict(optim)
-
-    return save_whole, load_whole
