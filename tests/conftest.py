@@ -15,9 +15,10 @@ from typing import TextIO
 import pytest
 import torch
 
-from tests import helpers, house
-from tests.fake_group import fake_group
-from tests.pairs import GridRows, two_of_each
+from tests.harness import helpers
+from tests.harness.fake_group import fake_group
+from tests.harness.pairs import GridRows, two_of_each
+from tests.house.figures import TABLE
 
 NEEDS_GPU = "needs a CUDA GPU"
 CLAIM = re.compile(r"test_c\d+_")  # docs/architecture.md lists them
@@ -274,8 +275,8 @@ def pytest_terminal_summary(
         for skip in _unknown_skips(config):
             terminalreporter.write_line(f"SKIP NOT ALLOWED IN CI: {skip}", red=True)
         for report in terminalreporter.stats.get("passed", []):
-            if table := dict(report.user_properties).get(house.TABLE):
-                terminalreporter.section(house.TABLE)
+            if table := dict(report.user_properties).get(TABLE):
+                terminalreporter.section(TABLE)
                 terminalreporter.write_line(table)
 
 

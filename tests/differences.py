@@ -70,10 +70,10 @@ from composable_shard import (
     register_comm_hook,
 )
 from composable_shard.comm import ReductionStage, devices, watch
-from tests import helpers
 from tests.construct import test_setup_differences as setups
-from tests.helpers import Planned, RankError, run_processes
-from tests.models import Net
+from tests.harness import helpers
+from tests.harness.helpers import Planned, RankError, run_processes
+from tests.programs.models import Net
 
 DEVIANT = 1  # the rank that deviates
 SPARE_S = 10.0  # beyond the group's timeout

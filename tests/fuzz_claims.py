@@ -41,16 +41,16 @@ from composable_shard import (
     set_requires_gradient_sync,
     unshard,
 )
-from tests.claims import (
+from tests.harness.helpers import Planned, RankError, run_ranks, shut_down_workers
+from tests.interrupts import Interrupter, OutOfStepError, are_all_at, without_lost_interrupts
+from tests.programs.claims import (
     assert_close,
     is_refused,
     poisoned,
     unsharded_gradients,
     unsharded_values,
 )
-from tests.helpers import Planned, RankError, run_ranks, shut_down_workers
-from tests.interrupts import Interrupter, OutOfStepError, are_all_at, without_lost_interrupts
-from tests.models import average_gradients, rank_input, square_mean
+from tests.programs.models import average_gradients, rank_input, square_mean
 
 DIM, HIDDEN = 6, 5
 KEEPING = ("main", "tuple", "dict", "nested")  # outputs whose tensors any version finds

@@ -25,8 +25,9 @@ import torch.distributed as dist
 import composable_shard as cs
 from composable_shard import ShardingStrategy, fully_shard
 from composable_shard.comm import devices
-from tests import differences, helpers
+from tests import differences
 from tests.differences import DIFFERENCES, Cell, Chain, Difference, Run
+from tests.harness import helpers
 
 _OPTIONS = ("", "", "", "buckets", "whole", "flat", "mixed", "first", "later")
 # Where ranks may do these differently and every strategy ends right or says so.

@@ -43,9 +43,9 @@ from composable_shard import (
     no_sync,
     save_checkpoint,
 )
-from tests.claims import assert_close, poisoned, unsharded_gradients, unsharded_values
-from tests.helpers import RankError, run_ranks, shut_down_workers
-from tests.models import average_gradients, rank_input, square_mean
+from tests.harness.helpers import RankError, run_ranks, shut_down_workers
+from tests.programs.claims import assert_close, poisoned, unsharded_gradients, unsharded_values
+from tests.programs.models import average_gradients, rank_input, square_mean
 
 PACKAGE = str(Path(composable_shard.__file__).parent)
 DIM = 6

@@ -43,8 +43,8 @@ from composable_shard.huggingface import save_pretrained
 from composable_shard.options import advice
 from composable_shard.torch_private import NO_FULL_GRAPH
 from tests.error_texts import matching
-from tests.helpers import assert_equal, distributed
-from tests.models import FULL, Net
+from tests.harness.helpers import assert_equal, distributed
+from tests.programs.models import FULL, Net
 
 WHOLE = advice.WHOLE_NEEDED
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"

@@ -25,7 +25,7 @@ from composable_shard import (
     save_checkpoint,
 )
 from composable_shard.__main__ import main
-from tests.helpers import assert_equal, distributed, run_ranks
+from tests.harness.helpers import assert_equal, distributed, run_ranks
 
 pytestmark = pytest.mark.fast
 

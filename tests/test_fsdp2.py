@@ -36,8 +36,15 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_shard import fsdp2, get_handles, get_pending_gradients
 from composable_shard.flat_param import FullState
-from tests.helpers import assert_equal, distributed, needs_torch
-from tests.models import Net, assert_at_rest, collectives_of, full_tensor_of, loss_of, seeded
+from tests.harness.helpers import assert_equal, distributed, needs_torch
+from tests.programs.models import (
+    Net,
+    assert_at_rest,
+    collectives_of,
+    full_tensor_of,
+    loss_of,
+    seeded,
+)
 
 METHODS = [name for name in vars(torch_fsdp2.FSDPModule) if not name.startswith("_")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.fuzz_claims import FEATURES, draw, run_apart, run_seeds
-from tests.helpers import run_ranks
+from tests.harness.helpers import run_ranks
 
 NUM_SEEDS = 4  # of a test
 LONGER = {"uneven", "hiding", "surgery", "rest", "sharing", "interrupt"}  # by hand, in minutes

@@ -27,7 +27,7 @@ from composable_shard import (
     clip_grad_norm_,
     fully_shard,
 )
-from tests.fake_group import fake_group
+from tests.harness.fake_group import fake_group
 
 pytestmark = pytest.mark.gpu
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import run_processes, run_ranks
+from tests.harness.helpers import run_processes, run_ranks
 
 TUTORIALS = Path(__file__).parent.parent / "tutorials"
 SCRIPT = TUTORIALS / "train_language_model.py"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.helpers import run_benchmark
+from tests.harness.helpers import run_benchmark
 
 
 def test_kills_between_file_operations_and_at_random_moments() -> None:

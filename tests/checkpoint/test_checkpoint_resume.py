@@ -32,8 +32,15 @@ from composable_shard import (
 )
 from composable_shard.checkpoint import CheckpointSave, LoadedCheckpoint, files
 from composable_shard.comm.trace import count_collectives
-from tests.helpers import assert_equal, device, distributed, peak_bytes, run_processes, run_ranks
-from tests.models import Net, every_granularity, rank_input, shard_blocks, shard_root
+from tests.harness.helpers import (
+    assert_equal,
+    device,
+    distributed,
+    peak_bytes,
+    run_processes,
+    run_ranks,
+)
+from tests.programs.models import Net, every_granularity, rank_input, shard_blocks, shard_root
 
 
 class _Run:

@@ -24,8 +24,8 @@ from composable_shard import (
     load_checkpoint,
     save_checkpoint,
 )
-from tests.helpers import assert_equal, distributed, run_ranks
-from tests.models import EVERYWHERE, Layer
+from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.programs.models import EVERYWHERE, Layer
 
 _NUM_LAYERS = 4
 

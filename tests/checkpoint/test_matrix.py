@@ -21,8 +21,8 @@ from composable_shard import (
     load_checkpoint,
     save_checkpoint,
 )
-from tests.helpers import run_ranks
-from tests.models import EVERYWHERE, Net
+from tests.harness.helpers import run_ranks
+from tests.programs.models import EVERYWHERE, Net
 
 _DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 

@@ -23,7 +23,7 @@ from composable_shard import (
 from composable_shard.checkpoint.file_format import checksums
 from composable_shard.checkpoint.reader import CheckpointReader
 from composable_shard.state_dict import prepare_load
-from tests.helpers import assert_equal, distributed, peak_bytes
+from tests.harness.helpers import assert_equal, distributed, peak_bytes
 
 _CHUNK = 1 << 18
 

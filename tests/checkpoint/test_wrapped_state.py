@@ -18,9 +18,9 @@ from composable_shard import (
     save_checkpoint,
 )
 from composable_shard.optim import with_local_state
-from tests.helpers import assert_equal, distributed
-from tests.models import EVERYWHERE
+from tests.harness.helpers import assert_equal, distributed
 from tests.optim.test_optimizers import BLOCK, Coded, LowBit
+from tests.programs.models import EVERYWHERE
 
 # Rank 0 holds 40 of the 48 and 24 elements; rank 1's 8 of the first are too few to quantise.
 

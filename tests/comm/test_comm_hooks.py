@@ -32,8 +32,8 @@ from composable_shard.comm import (
 )
 from composable_shard.comm.order import order_of
 from composable_shard.comm.trace import count_collectives
-from tests.helpers import Planned, assert_equal, distributed
-from tests.models import (
+from tests.harness.helpers import Planned, assert_equal, distributed
+from tests.programs.models import (
     assert_at_rest,
     loss_of,
     make_net,

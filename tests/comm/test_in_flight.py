@@ -18,8 +18,8 @@ from composable_shard import (
     set_requires_all_reduce,
     set_reshard_after_backward,
 )
-from tests.helpers import distributed
-from tests.models import Net, Optional, rank_input, shard_blocks, square_mean
+from tests.harness.helpers import distributed
+from tests.programs.models import Net, Optional, rank_input, shard_blocks, square_mean
 
 _ISSUING = ("allreduce", "broadcast", "send", "recv", "_allgather_base", "_reduce_scatter_base")
 

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from composable_shard import ShardingStrategy
 from composable_shard.comm import count_collectives, devices, log_events, trace
 from composable_shard.flat_param.full_values import FullValues
-from tests.helpers import distributed
-from tests.models import loss_of, make_net
+from tests.harness.helpers import distributed
+from tests.programs.models import loss_of, make_net
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])

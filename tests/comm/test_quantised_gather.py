@@ -27,8 +27,8 @@ from composable_shard import (
 from composable_shard.comm import devices, hooks
 from composable_shard.comm.hooks import BLOCK_NUMEL, decode, encode, encoded_nbytes, round_trip
 from composable_shard.comm.trace import count_collectives
-from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import (
+from tests.harness.helpers import assert_equal, distributed, peak_bytes
+from tests.programs.models import (
     Layer,
     Net,
     Nothing,

@@ -18,8 +18,8 @@ from composable_shard.comm import algorithms, collectives, devices
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param.gradient_reduction import FlatReduction
-from tests.helpers import assert_equal, distributed
-from tests.pairs import pairwise
+from tests.harness.helpers import assert_equal, distributed
+from tests.harness.pairs import pairwise
 
 CPU = torch.device("cpu")
 WAYS = {"exchange": (8, 64), "all-to-all": (0, 64), "backend": (0, 0)}

@@ -43,8 +43,9 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm.trace import count_collectives
-from tests.helpers import assert_equal, distributed
-from tests.models import (
+from tests.harness.helpers import assert_equal, distributed
+from tests.harness.pairs import pairwise
+from tests.programs.models import (
     Layer,
     Net,
     Twins,
@@ -56,7 +57,6 @@ from tests.models import (
     shard_blocks,
     train_twins,
 )
-from tests.pairs import pairwise
 
 # --- activation checkpointing ---
 

@@ -41,8 +41,8 @@ from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.tensor.pending import PendingGradient
 from composable_shard.torch_private import num_known_groups
-from tests.fake_group import fake_group
-from tests.helpers import (
+from tests.harness.fake_group import fake_group
+from tests.harness.helpers import (
     assert_equal,
     distributed,
     peak_bytes,
@@ -50,7 +50,7 @@ from tests.helpers import (
     run_ranks,
     still_alive,
 )
-from tests.models import (
+from tests.programs.models import (
     CheckpointsBlocks,
     Layer,
     Net,

@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from composable_shard import FlatShard, fully_shard, get_handles, lazy_init
 from composable_shard.comm.trace import count_collectives
 from composable_shard.runtime.initialization import is_never_written
-from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Layer, Net, Wide, assert_is_slice, on_meta, rank_input, shard_blocks
+from tests.harness.helpers import assert_equal, distributed, peak_bytes
+from tests.programs.models import (
+    Layer,
+    Net,
+    Wide,
+    assert_is_slice,
+    on_meta,
+    rank_input,
+    shard_blocks,
+)
 
 
 class _Norm(nn.Module):

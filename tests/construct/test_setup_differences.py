@@ -33,8 +33,8 @@ from composable_shard import (
     set_reshard_after_forward,
 )
 from composable_shard.comm import ReductionStage
-from tests.helpers import distributed
-from tests.models import Layer, Net
+from tests.harness.helpers import distributed
+from tests.programs.models import Layer, Net
 
 Change = Callable[[Net], Any]
 

@@ -24,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from composable_shard import FlatShard, get_model_state_dict
 from tests import device
 from tests.device.running import on_device
-from tests.models import Net, shard_blocks
+from tests.programs.models import Net, shard_blocks
 
 Values = Iterable[Tensor | None]
 Run = Callable[[nn.Module, str], Values]

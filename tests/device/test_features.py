@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from composable_shard import MixedPrecisionPolicy
 from tests import device
 from tests.device.running import on_device
-from tests.models import Net, shard_blocks
+from tests.programs.models import Net, shard_blocks
 
 FLOAT8 = torch.float8_e4m3fn
 

@@ -17,7 +17,7 @@ from tests import device
 from tests.device.programs import shard_net
 from tests.device.running import on_device
 from tests.device.test_waits import POLICIES
-from tests.models import Net, shard_blocks
+from tests.programs.models import Net, shard_blocks
 
 _WARM = 12  # steps until no identities are exchanged any more before collectives
 _STEPS = 3

@@ -10,7 +10,7 @@ from torch import nn
 from composable_shard import clip_grad_norm_, set_gradient_divide_factor
 from tests import device
 from tests.device.running import on_device
-from tests.models import Net, shard_blocks
+from tests.programs.models import Net, shard_blocks
 
 
 class _Program:

@@ -23,10 +23,10 @@ from composable_shard import (
     unshard,
     unshard_params,
 )
-from tests.claims import assert_right
-from tests.helpers import distributed
-from tests.models import Net, rank_input, shard_blocks, square_mean
-from tests.pairs import pairwise
+from tests.harness.helpers import distributed
+from tests.harness.pairs import pairwise
+from tests.programs.claims import assert_right
+from tests.programs.models import Net, rank_input, shard_blocks, square_mean
 
 
 def _loss(model: nn.Module, number: int) -> Tensor:

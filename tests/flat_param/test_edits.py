@@ -20,9 +20,9 @@ from composable_shard import (
     unshard,
     writeback,
 )
-from tests.claims import assert_right, strategies, unsharded_gradients
-from tests.helpers import distributed
-from tests.models import (
+from tests.harness.helpers import distributed
+from tests.programs.claims import assert_right, strategies, unsharded_gradients
+from tests.programs.models import (
     Net,
     average_gradients,
     loss_of,

@@ -35,8 +35,8 @@ from composable_shard import (
     writeback,
 )
 from composable_shard.comm.trace import count_collectives
-from tests.helpers import assert_equal, distributed
-from tests.models import EVERYWHERE
+from tests.harness.helpers import assert_equal, distributed
+from tests.programs.models import EVERYWHERE
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 aten = torch.ops.aten

@@ -47,8 +47,9 @@ from tests.construct.test_composition import (
     _TensorParallelNet,
 )
 from tests.construct.test_fully_shard import _no_collector
-from tests.helpers import assert_equal, distributed, peak_bytes, still_alive
-from tests.models import (
+from tests.harness.helpers import assert_equal, distributed, peak_bytes, still_alive
+from tests.harness.pairs import pairwise
+from tests.programs.models import (
     Layer,
     Net,
     Twins,
@@ -60,7 +61,6 @@ from tests.models import (
     shard_root,
     square_mean,
 )
-from tests.pairs import pairwise
 from tests.runtime.test_forward_backward import (
     _Choosing,
     _Complex,

@@ -42,8 +42,9 @@ from composable_shard import (
 from composable_shard.comm import algorithms, devices
 from composable_shard.comm.trace import count_collectives
 from composable_shard.planning import by_class
-from tests.helpers import assert_equal, assert_within, device, distributed, peak_bytes
-from tests.models import (
+from tests.harness.helpers import assert_equal, assert_within, device, distributed, peak_bytes
+from tests.harness.pairs import pairwise
+from tests.programs.models import (
     CheckpointsBlocks,
     EqualBlocks,
     Layer,
@@ -56,7 +57,6 @@ from tests.models import (
     shard_blocks,
     shard_root,
 )
-from tests.pairs import pairwise
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)

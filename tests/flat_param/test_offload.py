@@ -45,8 +45,9 @@ from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param import memory
 from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.tensor import WriteGuard
-from tests.helpers import Planned, assert_equal, device, distributed, peak_bytes
-from tests.models import (
+from tests.harness.helpers import Planned, assert_equal, device, distributed, peak_bytes
+from tests.harness.pairs import pairwise
+from tests.programs.models import (
     Net,
     assert_at_rest,
     loss_of,
@@ -57,7 +58,6 @@ from tests.models import (
     shard_blocks,
     wait_for_engine,
 )
-from tests.pairs import pairwise
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)

@@ -21,7 +21,7 @@ from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
 from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec, UnitLabel, WriteGuard
-from tests.helpers import peak_bytes
+from tests.harness.helpers import peak_bytes
 
 CPU = torch.device("cpu")
 

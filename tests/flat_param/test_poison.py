@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import ShardingStrategy, get_handles, reshard, unshard
-from tests.claims import poisoned
-from tests.helpers import assert_equal, distributed
-from tests.models import rank_input, shard_root, square_mean
+from tests.harness.helpers import assert_equal, distributed
+from tests.programs.claims import poisoned
+from tests.programs.models import rank_input, shard_root, square_mean
 
 
 @distributed(2)

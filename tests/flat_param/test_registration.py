@@ -42,8 +42,9 @@ from tests.flat_param.test_flat_mode import (
     make_flat,
     names,
 )
-from tests.helpers import assert_equal, distributed
-from tests.models import (
+from tests.harness.helpers import assert_equal, distributed
+from tests.harness.pairs import pairwise
+from tests.programs.models import (
     Layer,
     Net,
     Twins,
@@ -53,7 +54,6 @@ from tests.models import (
     shard_root,
     square_mean,
 )
-from tests.pairs import pairwise
 from tests.runtime.test_forward_backward import _Language, _OptionalStack, _rank_tokens
 from tests.runtime.test_random_trees import _RandomTree, _RandomUnit
 

@@ -23,8 +23,8 @@ from composable_shard import (
     save_safetensors,
 )
 from composable_shard.huggingface import Joined, save_pretrained
-from tests.helpers import assert_equal, distributed
-from tests.models import Net, make_net, on_meta, shard_blocks
+from tests.harness.helpers import assert_equal, distributed
+from tests.programs.models import Net, make_net, on_meta, shard_blocks
 
 _WORLD = 2
 

@@ -42,8 +42,8 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.huggingface.files import TensorFiles, TensorWriter, parse_nbytes
-from tests.helpers import assert_equal, distributed, peak_bytes, run_ranks
-from tests.models import (
+from tests.harness.helpers import assert_equal, distributed, peak_bytes, run_ranks
+from tests.programs.models import (
     Net,
     Tied,
     Wide,

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from composable_shard.huggingface import save_pretrained
-from tests.ecosystem import make_llama, needs, shard_llama
-from tests.helpers import assert_equal, distributed
+from tests.ecosystem.programs import make_llama, needs, shard_llama
+from tests.harness.helpers import assert_equal, distributed
 
 
 @needs("accelerate", "transformers")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from composable_shard.layout.ownership import balance, fullest
-from tests.properties import examples
+from tests.harness.properties import examples
 
 pytestmark = pytest.mark.fast
 

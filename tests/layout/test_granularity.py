@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import Block, ShardingStrategy, fully_shard, get_handles, unshard_params
-from tests.helpers import distributed
-from tests.models import (
+from tests.harness.helpers import distributed
+from tests.programs.models import (
     Net,
     Twins,
     assert_at_rest,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from composable_shard.layout.flat_layout import FlatLayout, round_up
 from composable_shard.layout.regions import intersect
 from composable_shard.tensor.shard_spec import ShardSpec
-from tests.properties import examples
+from tests.harness.properties import examples
 
 pytestmark = pytest.mark.fast
 

@@ -23,9 +23,9 @@ from composable_shard import (
     reshard,
     unshard,
 )
-from tests import claims
-from tests.helpers import distributed
-from tests.models import (
+from tests.harness.helpers import distributed
+from tests.programs import claims
+from tests.programs.models import (
     Layer,
     assert_at_rest,
     pickled,

@@ -31,9 +31,10 @@ from composable_shard import (
     set_requires_gradient_sync,
 )
 from composable_shard.tensor import kind_of
-from tests import claims
-from tests.helpers import distributed
-from tests.models import (
+from tests.harness.helpers import distributed
+from tests.harness.pairs import pairwise
+from tests.programs import claims
+from tests.programs.models import (
     Net,
     average_gradients,
     rank_input,
@@ -41,7 +42,6 @@ from tests.models import (
     shard_blocks,
     shard_children,
 )
-from tests.pairs import pairwise
 
 FULL_SHARD = ShardingStrategy.FULL_SHARD
 Keeps = Callable[[nn.Module], AbstractContextManager[None]]

@@ -27,8 +27,8 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import count_collectives, trace_events
 from composable_shard.flat_param import LOCKED, FullState
-from tests.helpers import assert_equal, distributed
-from tests.models import (
+from tests.harness.helpers import assert_equal, distributed
+from tests.programs.models import (
     Net,
     Twins,
     assert_at_rest,

@@ -37,8 +37,9 @@ from composable_shard import (
 from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import AllGather
 from composable_shard.runtime.unit import TrainingState
-from tests.helpers import Planned, assert_equal, distributed
-from tests.models import (
+from tests.harness.helpers import Planned, assert_equal, distributed
+from tests.harness.pairs import pairwise
+from tests.programs.models import (
     FailingMode,
     Net,
     add_one,
@@ -47,7 +48,6 @@ from tests.models import (
     rank_input,
     shard_blocks,
 )
-from tests.pairs import pairwise
 
 
 def _sgd_step(model: nn.Module, step: int) -> Tensor:

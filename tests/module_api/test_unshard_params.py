@@ -41,9 +41,9 @@ from composable_shard import (
     writeback,
 )
 from composable_shard.comm.trace import CollectiveLog, count_collectives
-from tests.helpers import assert_equal, distributed, peak_bytes
-from tests.models import Layer, Net, add_one, assert_at_rest, rank_input, shard_blocks
-from tests.pairs import pairwise
+from tests.harness.helpers import assert_equal, distributed, peak_bytes
+from tests.harness.pairs import pairwise
+from tests.programs.models import Layer, Net, add_one, assert_at_rest, rank_input, shard_blocks
 
 # What `fully_shard` can be told of what ranks keep; each row of the matrix runs under each.
 STRATEGIES: list[dict[str, Any]] = [

@@ -29,8 +29,9 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import count_collectives
 from composable_shard.options import Granularity
-from tests.helpers import assert_equal, device, distributed, run_ranks
-from tests.models import (
+from tests.harness.helpers import assert_equal, device, distributed, run_ranks
+from tests.harness.pairs import pairwise
+from tests.programs.models import (
     Net,
     Nothing,
     Twins,
@@ -42,7 +43,6 @@ from tests.models import (
     shard_blocks,
     shard_root,
 )
-from tests.pairs import pairwise
 
 STRATEGIES = [
     ShardingStrategy.FULL_SHARD,

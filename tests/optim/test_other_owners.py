@@ -25,8 +25,9 @@ from composable_shard import (
     load_checkpoint,
     save_checkpoint,
 )
-from tests.claims import assert_close, unsharded_gradients, unsharded_values
-from tests.experts import (
+from tests.harness.helpers import distributed
+from tests.programs.claims import assert_close, unsharded_gradients, unsharded_values
+from tests.programs.experts import (
     MixtureNet,
     expert_mesh,
     mixture_batch,
@@ -34,8 +35,7 @@ from tests.experts import (
     shard_mixture,
     take_experts,
 )
-from tests.helpers import distributed
-from tests.models import (
+from tests.programs.models import (
     EVERYWHERE,
     Layer,
     assert_holds,

@@ -18,10 +18,10 @@ from composable_shard import (
     no_sync,
     reduce_pending_gradients,
 )
-from tests.claims import assert_close, unsharded_gradients
-from tests.helpers import distributed, needs_torch
-from tests.models import Layer, add_one, assert_at_rest, shard_children
-from tests.pipelines import (
+from tests.harness.helpers import distributed, needs_torch
+from tests.programs.claims import assert_close, unsharded_gradients
+from tests.programs.models import Layer, add_one, assert_at_rest, shard_children
+from tests.programs.pipelines import (
     DIM,
     SCHEDULES,
     assert_pipeline_right,
@@ -45,7 +45,7 @@ SENDS_TO_ITSELF = needs_torch("2.13", "before, torch sends to its own rank, whic
 )
 @distributed(4)
 def test_schedule_trains_as_one_process(name: str, strategy: str, keeps: bool | None) -> None:
-    """Two stages or four, of two ranks each; `python -m tests.pipelines` runs the whole grid."""
+    """Two stages or four, of two ranks each; `tests.programs.pipelines` runs the whole grid."""
     assert_pipeline_right(
         name, strategy=ShardingStrategy[strategy], reshard_after_forward=keeps, steps=2
     )

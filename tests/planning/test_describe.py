@@ -19,8 +19,8 @@ from composable_shard import (
     set_forward_prefetch,
 )
 from composable_shard.options import Block
-from tests.helpers import distributed
-from tests.models import Net, loss_of, make_net, replica_mesh
+from tests.harness.helpers import distributed
+from tests.programs.models import Net, loss_of, make_net, replica_mesh
 
 GRANULARITIES = ("element", "row", Block(16), "param")
 _NUM_RANKS = 2

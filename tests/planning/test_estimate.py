@@ -20,8 +20,8 @@ from composable_shard import (
 )
 from composable_shard.__main__ import main
 from composable_shard.planning import Estimate, by_class, tabulate
-from tests.helpers import distributed
-from tests.models import Layer, Net, loss_of, seeded
+from tests.harness.helpers import distributed
+from tests.programs.models import Layer, Net, loss_of, seeded
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 BF16, F32 = torch.bfloat16, torch.float32

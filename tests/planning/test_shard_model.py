@@ -32,8 +32,16 @@ from composable_shard.planning.model_plan import choose_units
 from composable_shard.planning.rules import compile_glob, parse_rules
 from composable_shard.runtime.initialization import describe_options
 from composable_shard.runtime.tree import ModuleTree
-from tests.helpers import distributed, run_ranks
-from tests.models import Layer, Net, Twins, assert_at_rest, fingerprint, plan_of, rank_input
+from tests.harness.helpers import distributed, run_ranks
+from tests.programs.models import (
+    Layer,
+    Net,
+    Twins,
+    assert_at_rest,
+    fingerprint,
+    plan_of,
+    rank_input,
+)
 
 _OPTIONS = "mesh, strategy, reshard_after_forward, mp_policy, " + (
     "offload_policy, ignored_params, use_orig_params, sync_module_states, "

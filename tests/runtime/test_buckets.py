@@ -35,8 +35,10 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import trace_events
 from composable_shard.layout.flat_layout import cut_buckets
-from tests.helpers import Planned, assert_equal, distributed, peak_bytes
-from tests.models import (
+from tests.harness.helpers import Planned, assert_equal, distributed, peak_bytes
+from tests.harness.pairs import pairwise
+from tests.harness.properties import examples
+from tests.programs.models import (
     Net,
     Optional,
     Twins,
@@ -48,8 +50,6 @@ from tests.models import (
     rank_input,
     shard_root,
 )
-from tests.pairs import pairwise
-from tests.properties import examples
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)

@@ -29,8 +29,8 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm import collectives
-from tests.helpers import Planned, assert_equal, distributed, needs_torch
-from tests.models import (
+from tests.harness.helpers import Planned, assert_equal, distributed, needs_torch
+from tests.programs.models import (
     CheckpointsBlocks,
     Net,
     assert_at_rest,

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import (
 )
 
 from composable_shard import ShardingStrategy, fully_shard
-from tests import claims
-from tests.helpers import distributed
-from tests.models import rank_input, square_mean
-from tests.pairs import pairwise
+from tests.harness.helpers import distributed
+from tests.harness.pairs import pairwise
+from tests.programs import claims
+from tests.programs.models import rank_input, square_mean
 
 
 def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -28,8 +28,9 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import count_collectives, trace_events
 from composable_shard.tensor import reduced_gradient
-from tests.helpers import assert_equal, distributed
-from tests.models import (
+from tests.harness.helpers import assert_equal, distributed
+from tests.harness.pairs import pairwise
+from tests.programs.models import (
     CheckpointsBlocks,
     Layer,
     Net,
@@ -45,7 +46,6 @@ from tests.models import (
     shard_root,
     square_mean,
 )
-from tests.pairs import pairwise
 
 
 def _loss_of_shape(*shape: int, step: int = 0) -> Callable[[nn.Module], Tensor]:

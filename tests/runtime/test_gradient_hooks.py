@@ -28,8 +28,8 @@ from composable_shard import (
 )
 from composable_shard.comm import collectives
 from composable_shard.comm.trace import count_collectives, trace_events
-from tests.helpers import Planned, assert_equal, distributed, peak_bytes
-from tests.models import (
+from tests.harness.helpers import Planned, assert_equal, distributed, peak_bytes
+from tests.programs.models import (
     Layer,
     Net,
     Optional,

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import ShardingStrategy, fully_shard, get_handles, reshard
-from tests import claims
-from tests.helpers import distributed
-from tests.models import Layer, Optional, rank_input, shard_children, square_mean
+from tests.harness.helpers import distributed
+from tests.programs import claims
+from tests.programs.models import Layer, Optional, rank_input, shard_children, square_mean
 
 ROWS = (4, 15)
 

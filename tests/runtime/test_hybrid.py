@@ -25,8 +25,8 @@ from composable_shard import (
     set_requires_all_reduce,
 )
 from composable_shard.tensor import reduced_gradient
-from tests.helpers import distributed
-from tests.models import (
+from tests.harness.helpers import distributed
+from tests.programs.models import (
     Net,
     Optional,
     Twins,

@@ -17,8 +17,8 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param.local_shard import _checksum
-from tests.helpers import assert_equal, distributed
-from tests.models import FROM_RANK0, Net, shard_blocks
+from tests.harness.helpers import assert_equal, distributed
+from tests.programs.models import FROM_RANK0, Net, shard_blocks
 
 OTHER = (
     r"ranks 0 and 1 had different initial values of parameter 'blocks.1.up.weight'.*"

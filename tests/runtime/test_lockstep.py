@@ -20,9 +20,10 @@ from composable_shard.comm import devices, get_host_group
 from composable_shard.comm import watch as watching
 from composable_shard.comm.order import NUM_TAGS, GroupOrder, identify, order_of
 from composable_shard.torch_private import side_store, timeout_of
-from tests import differences, fuzz_lockstep, helpers
+from tests import differences, fuzz_lockstep
 from tests.differences import Chain, Run
-from tests.helpers import distributed
+from tests.harness import helpers
+from tests.harness.helpers import distributed
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from composable_shard import fully_shard, get_handles
-from tests.helpers import distributed, peak_bytes
+from tests.harness.helpers import distributed, peak_bytes
 
 NUM_BLOCKS = 6
 DIM = 64

@@ -23,8 +23,8 @@ from composable_shard import (
     register_orig_params,
     unshard_params,
 )
-from tests.helpers import assert_equal, distributed
-from tests.models import (
+from tests.harness.helpers import assert_equal, distributed
+from tests.programs.models import (
     CheckpointsBlocks,
     Net,
     Tied,

@@ -25,8 +25,8 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm.trace import count_collectives
-from tests.helpers import assert_equal, distributed
-from tests.models import (
+from tests.harness.helpers import assert_equal, distributed
+from tests.programs.models import (
     Net,
     Twins,
     assert_at_rest,

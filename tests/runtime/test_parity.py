@@ -26,9 +26,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard import MixedPrecisionPolicy, ShardingStrategy, no_sync
 from tests.flat_param.test_mixed_precision import MixedReference, _assert_close_in_policy
-from tests.helpers import distributed
-from tests.models import Net, assert_at_rest, assert_is_slice, loss_of, shard_blocks, shard_mixed
-from tests.pairs import pairwise
+from tests.harness.helpers import distributed
+from tests.harness.pairs import pairwise
+from tests.programs.models import (
+    Net,
+    assert_at_rest,
+    assert_is_slice,
+    loss_of,
+    shard_blocks,
+    shard_mixed,
+)
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32

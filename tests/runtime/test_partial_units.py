@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests import differences, helpers
+from tests import differences
+from tests.harness import helpers
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, fully_shard
-from tests.helpers import distributed
-from tests.models import Twins, rank_input
+from tests.harness.helpers import distributed
+from tests.programs.models import Twins, rank_input
 
 _STRATEGIES = [ShardingStrategy.FULL_SHARD, *ShardingStrategy]  # half of the units, almost
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from tests.helpers import run_benchmark
+from tests.harness.helpers import run_benchmark
 
 
 def test_l_dies_the_others_say_who_is_gone_and_torchrun_resumes() -> None:

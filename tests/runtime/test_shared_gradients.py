@@ -26,9 +26,9 @@ from composable_shard import (
     no_sync,
     set_gradient_divide_factor,
 )
-from tests.claims import assert_close, poisoned, unsharded_gradients
-from tests.helpers import assert_equal, distributed
-from tests.models import shard_children, shard_root
+from tests.harness.helpers import assert_equal, distributed
+from tests.programs.claims import assert_close, poisoned, unsharded_gradients
+from tests.programs.models import shard_children, shard_root
 
 STRATEGIES = list(ShardingStrategy)
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, fully_shard, get_states, reshard, unshard
-from tests import claims
-from tests.helpers import distributed
-from tests.models import rank_input, square_mean
-from tests.pairs import pairwise
+from tests.harness.helpers import distributed
+from tests.harness.pairs import pairwise
+from tests.programs import claims
+from tests.programs.models import rank_input, square_mean
 
 
 class _Parent(nn.Module):

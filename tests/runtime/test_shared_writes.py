@@ -12,8 +12,8 @@ from torch import nn
 
 from composable_shard import ShardingStrategy, fully_shard
 from tests import differences
-from tests.helpers import Planned, distributed
-from tests.models import rank_input
+from tests.harness.helpers import Planned, distributed
+from tests.programs.models import rank_input
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import soak
 from composable_shard import ShardingStrategy
-from tests.helpers import distributed
+from tests.harness.helpers import distributed
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD])

@@ -18,9 +18,9 @@ from composable_shard import (
     reshard,
     unshard,
 )
-from tests import claims
-from tests.helpers import Planned, distributed
-from tests.models import Layer, rank_input, shard_children, shard_root, square_mean
+from tests.harness.helpers import Planned, distributed
+from tests.programs import claims
+from tests.programs.models import Layer, rank_input, shard_children, shard_root, square_mean
 
 
 class _HandsOn(nn.Module):

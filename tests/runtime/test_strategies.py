@@ -32,8 +32,9 @@ from composable_shard import (
     reduce_pending_gradients,
 )
 from composable_shard.comm.trace import count_collectives, trace_events
-from tests.helpers import assert_equal, device, distributed, peak_bytes
-from tests.models import (
+from tests.harness.helpers import assert_equal, device, distributed, peak_bytes
+from tests.harness.pairs import pairwise
+from tests.programs.models import (
     EqualBlocks,
     Net,
     Optional,
@@ -50,7 +51,6 @@ from tests.models import (
     shard_mixed,
     wait_for_engine,
 )
-from tests.pairs import pairwise
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 STRATEGIES = list(ShardingStrategy)

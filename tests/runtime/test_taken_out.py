@@ -16,9 +16,17 @@ from composable_shard import (
     fully_shard,
     set_forward_prefetch,
 )
-from tests.helpers import distributed
-from tests.models import Layer, Net, Twins, assert_at_rest, loss_of, rank_input, shard_blocks
-from tests.pairs import pairwise
+from tests.harness.helpers import distributed
+from tests.harness.pairs import pairwise
+from tests.programs.models import (
+    Layer,
+    Net,
+    Twins,
+    assert_at_rest,
+    loss_of,
+    rank_input,
+    shard_blocks,
+)
 
 
 def _step_twins(twins: Twins, step: int) -> None:

@@ -15,9 +15,9 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from composable_shard import ShardingStrategy, get_handles, reshard
-from tests import claims
-from tests.helpers import distributed
-from tests.models import Layer, rank_input, shard_children, square_mean
+from tests.harness.helpers import distributed
+from tests.programs import claims
+from tests.programs.models import Layer, rank_input, shard_children, square_mean
 
 Transform = Callable[[nn.Module, Tensor], Tensor]
 

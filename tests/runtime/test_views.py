@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, fully_shard, get_handles, reshard, unshard
-from tests import claims
-from tests.helpers import distributed
-from tests.models import rank_input
-from tests.pairs import pairwise
+from tests.harness.helpers import distributed
+from tests.harness.pairs import pairwise
+from tests.programs import claims
+from tests.programs.models import rank_input
 
 DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed detach": lambda weight: weight.t().detach(),

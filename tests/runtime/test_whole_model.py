@@ -26,9 +26,9 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm.trace import count_collectives
-from tests.claims import assert_close, unsharded_gradients
-from tests.helpers import assert_equal, distributed
-from tests.models import Net, average_gradients, pickled, shard_blocks
+from tests.harness.helpers import assert_equal, distributed
+from tests.programs.claims import assert_close, unsharded_gradients
+from tests.programs.models import Net, average_gradients, pickled, shard_blocks
 
 OUTSIDE = r"\['inp.weight', 'inp.bias', 'out.weight', 'out.bias'\]"  # of a Net without a root
 

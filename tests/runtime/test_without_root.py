@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import fully_shard, get_handles, get_states, no_sync
-from tests import claims
-from tests.helpers import Planned, distributed
-from tests.models import Twins, assert_at_rest, average_gradients, rank_input, square_mean
+from tests.harness.helpers import Planned, distributed
+from tests.programs import claims
+from tests.programs.models import Twins, assert_at_rest, average_gradients, rank_input, square_mean
 
 
 class _Layers(nn.Module):

@@ -40,8 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import composable_shard
 from composable_shard import Block, MixedPrecisionPolicy, ShardingStrategy
-from tests.helpers import assert_equal, distributed, run_ranks
-from tests.models import Layer, Net, shard_blocks, shard_root
+from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.programs.models import Layer, Net, shard_blocks, shard_root
 
 _States = tuple[dict[str, Any], dict[str, Any]]  # of the model and the optimizer
 

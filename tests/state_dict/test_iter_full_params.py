@@ -19,8 +19,8 @@ from composable_shard import (
     iter_full_params,
     unshard_params,
 )
-from tests.helpers import assert_equal, distributed
-from tests.models import EVERYWHERE, loss_of, make_net
+from tests.harness.helpers import assert_equal, distributed
+from tests.programs.models import EVERYWHERE, loss_of, make_net
 
 
 def _stepped(**options: Any) -> nn.Module:

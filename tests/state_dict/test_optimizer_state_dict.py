@@ -31,8 +31,8 @@ from composable_shard import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from tests.helpers import assert_equal, distributed, run_ranks
-from tests.models import (
+from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.programs.models import (
     EVERYWHERE,
     FROM_RANK0,
     FULL,

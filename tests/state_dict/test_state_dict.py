@@ -47,8 +47,8 @@ from composable_shard import (
     unshard,
     unshard_params,
 )
-from tests.helpers import assert_equal, device, distributed, peak_bytes
-from tests.models import (
+from tests.harness.helpers import assert_equal, device, distributed, peak_bytes
+from tests.programs.models import (
     EVERYWHERE,
     FROM_RANK0,
     FULL,

@@ -21,8 +21,8 @@ from composable_shard import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from tests.helpers import distributed
-from tests.models import (
+from tests.harness.helpers import distributed
+from tests.programs.models import (
     EVERYWHERE,
     Net,
     assert_holds,

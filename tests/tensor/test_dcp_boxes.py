@@ -30,8 +30,8 @@ from composable_shard import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from tests.helpers import assert_equal, distributed
-from tests.models import Net, assert_holds, rank_input, seeded, shard_blocks
+from tests.harness.helpers import assert_equal, distributed
+from tests.programs.models import Net, assert_holds, rank_input, seeded, shard_blocks
 
 
 class Odd(Net):

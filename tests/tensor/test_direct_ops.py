@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.write_guard import WriteGuard
-from tests.helpers import assert_equal, distributed
+from tests.harness.helpers import assert_equal, distributed
 from tests.tensor.test_flat_shard import OddShapes, guard_of, shard, shard_module
 
 pytestmark = pytest.mark.fast

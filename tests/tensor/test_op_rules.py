@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from composable_shard.comm.trace import count_collectives
 from composable_shard.tensor.flat_shard import FlatShard
-from tests.helpers import assert_equal, distributed, run_ranks
+from tests.harness.helpers import assert_equal, distributed, run_ranks
 from tests.tensor.test_flat_shard import OddShapes, full, shard, shard_module
 
 # Elementwise ops

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.comm.trace import count_collectives
-from tests.helpers import assert_equal, distributed
+from tests.harness.helpers import assert_equal, distributed
 from tests.tensor.test_flat_shard import (
     DTYPES,
     OddShapes,

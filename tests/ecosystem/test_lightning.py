@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import load_checkpoint
-from tests.ecosystem import as_torchrun_starts, needs, values_of
-from tests.helpers import distributed, run_ranks
+from tests.ecosystem.programs import as_torchrun_starts, needs, values_of
+from tests.harness.helpers import distributed, run_ranks
 
 
 def make_lit(is_manual: bool = False) -> Any:

@@ -1,14 +1,14 @@
 """How much of the package a reader has to hold in mind, counted; `python -m tests.house` prints it.
 
 Lines include empty ones, comments and docstrings. The figures of programs are of what
-`tests/house_steps.py` runs on rank 0 of 2 (gloo, CPU):
+`tests/house/steps.py` runs on rank 0 of 2 (gloo, CPU):
 
 - *quick start*: the README's program in an empty folder. Every function of the package that is
   entered, and their statements: `ast` statements, docstrings and the bodies of inner functions
   that do not run aside, module-level code too.
 - *warm step*: functions that the fifth step of a small model enters; and FSDP2's own folder's.
 
-The others are read from the source, as `tests/house_source.py` does it:
+The others are read from the source, as `tests/house/source.py` does it:
 
 - *stack reads*: places that get at the interpreter's stack, by any of `STACK_READS`; those in
   functions of a warm step apart. Places that look into a frame (`f_code`, `f_back`, ...) are listed
@@ -28,15 +28,14 @@ The others are read from the source, as `tests/house_source.py` does it:
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import composable_shard
-from tests import helpers
-from tests.house_source import Tree, num_statements, read_names
-from tests.house_steps import Entered, count_steps
+from tests.harness import helpers
+from tests.house.source import Tree, num_statements, read_names
+from tests.house.steps import Entered, count_steps
 
 __all__ = [
     "GOALS",
@@ -229,7 +228,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, lines in house.details.items() if options.details else ():
         print(f"\n{name}:", *lines, sep="\n    ")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,11 +19,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import helpers
 from tests.conftest import NEEDS_GPU
-from tests.helpers import RankError, assert_equal, distributed, peak_bytes, run_processes, run_ranks
+from tests.harness import helpers
+from tests.harness.helpers import (
+    RankError,
+    assert_equal,
+    distributed,
+    peak_bytes,
+    run_processes,
+    run_ranks,
+)
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def _rank_and_pid() -> tuple[int, int]:
@@ -285,7 +292,7 @@ def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:
     """Workers that are busy die with a parent that had no time to say goodbye."""
     code = """
         import os
-        from tests import helpers, test_harness
+        from tests.harness import helpers, test_harness
         helpers._PRELOADED = ()
         servers = helpers.run_ranks(1, os.getppid)
         print(*helpers.worker_pids(1), *servers, flush=True)
@@ -326,7 +333,7 @@ def test_distributed_body_gets_fixtures(tmp_path: Path) -> None:
 
 SIZES = """
     import pytest
-    from tests.helpers import distributed
+    from tests.harness.helpers import distributed
 
     @pytest.mark.parametrize("a", [10, 20, 30])
     @pytest.mark.parametrize("b", "xy")
@@ -379,7 +386,7 @@ SKIPS = f"""
 FAILURES = """
     import time
     import torch.distributed as dist
-    from tests.helpers import distributed
+    from tests.harness.helpers import distributed
 
     @distributed(2)
     def test_ranks():

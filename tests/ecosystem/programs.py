@@ -44,8 +44,8 @@ from composable_shard import (
 from composable_shard.huggingface import TrainerMixin, keep_unwrapped, save_pretrained
 from composable_shard.optim import with_local_state
 from composable_shard.planning import transformer_blocks
-from tests.helpers import run_ranks, shut_down_workers
-from tests.models import EVERYWHERE
+from tests.harness.helpers import run_ranks, shut_down_workers
+from tests.programs.models import EVERYWHERE
 
 WORDS = 32
 
@@ -600,9 +600,3 @@ def print_each(names: Iterable[str], run: Callable[[str], str]) -> None:
             sys.stdout.write(f"{name}: {error}\n")
         sys.stdout.flush()
     shut_down_workers()
-
-
-if __name__ == "__main__":
-    from tests import ecosystem  # by its name, under which the workers find its functions
-
-    ecosystem.run_all(sys.argv[1:])

@@ -31,7 +31,7 @@ from composable_shard.comm.trace import CollectiveLog
 from composable_shard.options import Granularity
 from composable_shard.planning import ShardingPlan
 from composable_shard.runtime.unit import ShardState, TrainingState
-from tests.helpers import assert_equal, assert_within, device
+from tests.harness.helpers import assert_equal, assert_within, device
 
 __all__ = [
     "EVERYWHERE",

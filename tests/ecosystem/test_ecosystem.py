@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard import fsdp2, fully_shard, is_sharded, shard_model
 from composable_shard.huggingface import TrainerMixin, iter_merged_params, keep_unwrapped
-from tests.ecosystem import (
+from tests.ecosystem.programs import (
     as_torchrun_starts,
     make_llama,
     needs,
@@ -29,7 +29,7 @@ from tests.ecosystem import (
     values_of,
     words,
 )
-from tests.helpers import assert_equal, distributed
+from tests.harness.helpers import assert_equal, distributed
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCES = {"no": 1e-5, "bf16": 2e-3, "fp16": 2e-3}

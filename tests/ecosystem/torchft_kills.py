@@ -1,9 +1,9 @@
 """torchft: two replica groups of two ranks; one group is killed again and again, and comes back.
 
 `pip install torchft-nightly opentelemetry-sdk opentelemetry-exporter-otlp-proto-http`, then
-`python -m tests.torchft_kills`. A group shards over its own ranks. The gradients of a unit are
-averaged with the other group's by torchft, in FSDP2's all-reduce hook. Losses and weights are
-compared with a plain model that averages over as many groups as each step had.
+`python -m tests.ecosystem.torchft_kills`. A group shards over its own ranks. The gradients of a
+unit are averaged with the other group's by torchft, in FSDP2's all-reduce hook. Losses and weights
+are compared with a plain model that averages over as many groups as each step had.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from composable_shard import fsdp2
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS, NUM_KILLS, STEP_S = 300, 10, 0.6
 
 
@@ -142,7 +142,7 @@ def start_group(folder: Path, replica: int, lighthouse: str) -> list[subprocess.
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "tests.torchft_kills", str(folder), str(replica)]
+    command = [sys.executable, "-m", "tests.ecosystem.torchft_kills", str(folder), str(replica)]
     with (folder / f"output_{replica}.txt").open("a") as output:
         return [
             subprocess.Popen(

@@ -48,9 +48,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
 from tests import device as accelerator
-from tests import fork_server
 from tests.device import build
-from tests.fork_server import ForkServer
+from tests.harness import fork_server
+from tests.harness.fork_server import ForkServer
 
 GROUP_TIMEOUT_S = 20  # a collective that some rank does not join raises after this long
 START_TIMEOUT_S = 90  # importing torch in every worker of a busy machine

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from tests.pairs import pairwise, two_of_each
+from tests.harness.pairs import pairwise, two_of_each
 
 pytestmark = pytest.mark.fast
 

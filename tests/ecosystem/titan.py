@@ -1,9 +1,9 @@
 """torchtitan's `parallelize_llama`, with FSDP2 and with its two import statements changed.
 
-`pip install torchtitan==0.3.0`, then `python -m tests.titan` runs each case on four ranks. Its file
-for FSDP2 is taken as it is installed, but for the two modules that it imports names from. Two
-things are other than on GPUs: attention is torch's `scaled_dot_product_attention`, which the
-library still has, and FSDP2 adds gradients up before it divides them, as gloo can't do both.
+`pip install torchtitan==0.3.0`, then `python -m tests.ecosystem.titan` runs each case on four
+ranks. Its file for FSDP2 is taken as it is installed, but for the two modules that it imports names
+from. Two things are other than on GPUs: attention is torch's `scaled_dot_product_attention`, which
+the library still has, and FSDP2 adds gradients up before it divides them, as gloo can't do both.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
-from tests.ecosystem import print_each
-from tests.helpers import run_ranks
+from tests.ecosystem.programs import print_each
+from tests.harness.helpers import run_ranks
 
 FROM = ("torch.distributed._composable.fsdp import FSDPModule", "torch.distributed.fsdp import (")
 TO = ("composable_shard.fsdp2 import FSDPModule", "composable_shard.fsdp2 import (")
@@ -173,6 +173,6 @@ def run_cases(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from tests import titan  # by its name, under which the workers find its functions
+    from tests.ecosystem import titan  # by its name, under which the workers find its functions
 
     titan.run_cases(sys.argv[1:])

@@ -1,7 +1,7 @@
 """Schedules of torch over stages of a sharded model, beside one process that runs the whole model.
 
-`python -m tests.pipelines` compares each schedule with each strategy, and then, on 8 ranks, stages
-with tensor parallelism, activation checkpointing and compiled layers.
+`python -m tests.programs.pipelines` compares each schedule with each strategy, and then, on 8
+ranks, stages with tensor parallelism, activation checkpointing and compiled layers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_shard import ShardingStrategy, clip_grad_norm_
 from composable_shard.pipelining import PipelineStage
-from tests.claims import assert_close, unsharded_gradients, unsharded_values
-from tests.helpers import run_ranks, shut_down_workers
-from tests.models import Layer, full_tensor_of, shard_children, square_mean
+from tests.harness.helpers import run_ranks, shut_down_workers
+from tests.programs.claims import assert_close, unsharded_gradients, unsharded_values
+from tests.programs.models import Layer, full_tensor_of, shard_children, square_mean
 
 __all__ = [
     "NUM_MICROBATCHES",
@@ -210,6 +210,6 @@ def run_grid() -> None:
 
 
 if __name__ == "__main__":
-    from tests import pipelines  # by its name, under which the workers find its functions
+    from tests.programs import pipelines  # by its name, under which the workers find its functions
 
     pipelines.run_grid()

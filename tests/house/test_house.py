@@ -9,8 +9,8 @@ from textwrap import dedent
 
 import pytest
 
-from tests import house
-from tests.house_source import Tree, num_statements
+from tests.house import figures as house
+from tests.house.source import Tree, num_statements
 
 
 @pytest.fixture(scope="module")

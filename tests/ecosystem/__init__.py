@@ -1,0 +1,1 @@
+"""Programs of the tools that users come with; marked "ecosystem". Read `programs.py` first."""

@@ -1,0 +1,1 @@
+"""What runs the tests: workers, forks, fake groups, grids. Read `helpers.py` first."""

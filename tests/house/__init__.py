@@ -1,0 +1,1 @@
+"""What a reader of the package has to hold, counted. Read `figures.py` first."""
