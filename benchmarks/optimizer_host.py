@@ -1,6 +1,7 @@
 """What does an optimizer step cost the host, over 435 small parameters?
 
-Process CPU time of `AdamW.step()` in its three forms: fused, foreach, and one parameter at a time.
+Process CPU time of `AdamW.step()` in its three forms: fused, foreach, and one parameter at a time;
+and, as a fourth form, of `zero_grad()` after a fused step.
 The model is "micro": 48 layers of nine parameters, so small that what is left is host work. The
 process group is torch's `fake` backend, which moves no data. Every step follows a forward and a
 backward of its own, so the gradients are new ones, as in training. The peers run interleaved in one
@@ -37,6 +38,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},
     "loop": {"foreach": False},
+    "zero_grad": {"fused": True},
 }
 GOALS = {  # ratio to fsdp2
     "ours": {"fused": 0.35, "foreach": 0.6, "loop": 0.55},
@@ -45,10 +47,12 @@ GOALS = {  # ratio to fsdp2
 
 
 def stepper(peer: str, form: str) -> Callable[[Callable[[], Any] | None], float]:
-    """Return what trains the peer's model by one step and returns the CPU seconds of `step()`."""
+    """Return what trains the peer's model by one step and returns the CPU seconds of its form."""
     model = peers.build(peer, make_llama("micro"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **FORMS[form])
     batch = make_batch("micro", 0)
+    is_zeroing = form == "zero_grad"
+    timed = optimizer.zero_grad if is_zeroing else optimizer.step
 
     def step(around: Callable[[], Any] | None = None) -> float:
         model(*batch).backward()
@@ -57,9 +61,11 @@ def stepper(peer: str, form: str) -> Callable[[Callable[[], Any] | None], float]
                 for name in values.keys() - {"step"}:
                     values[name] = values[name].as_subclass(peers.Subclass)
         toggle = around or (lambda: None)
+        if is_zeroing:
+            optimizer.step()
         toggle()
         start = time.process_time()
-        optimizer.step()
+        timed()
         elapsed = time.process_time() - start
         toggle()
         optimizer.zero_grad()
@@ -96,6 +102,7 @@ def rows(samples: Samples, form: str) -> list[list[str]]:
                 name,
                 report.spread([value * 1e3 for value in seconds]),
                 report.spread(ratios(samples, name, "fsdp2"), 3),
+                report.spread(ratios(samples, name, "bare"), 3) if "bare" in samples else "",
                 "" if goal is None else f"<= {goal:.2f}",
             ]
         )
@@ -108,7 +115,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=3, help="steps per peer and round")
     parser.add_argument("--world-size", type=int, default=8, help="of the fake process group")
-    parser.add_argument("--forms", default="fused,foreach,loop", help="forms of AdamW")
+    parser.add_argument("--forms", default=",".join(FORMS), help="what is timed")
     parser.add_argument("--peers", default="bare,subclass,fsdp1,fsdp2,ours,ours_flat")
     parser.add_argument("--profile", metavar="PEER", help="print a cProfile of this peer instead")
     args = parser.parse_args()
@@ -133,7 +140,7 @@ def main() -> None:
         f" {args.steps} steps; fsdp1 and ours_flat with one flat parameter per unit",
         "figures: median (quartiles)",
     )
-    columns = ["form", "peer", "ms", "ratio to fsdp2", "goal"]
+    columns = ["form", "peer", "ms", "ratio to fsdp2", "ratio to bare", "goal"]
     report.emit(markdown + "\n" + report.table(columns, lines), args.output)
 
 

@@ -7,6 +7,7 @@
     python -m benchmarks.plots timeline    # gathers and reductions of a step beside its compute
     python -m benchmarks.plots overlap     # the same on an accelerator of threads, beside FSDP2's
     python -m benchmarks.plots peers       # step time and memory beside others, from results/
+    python -m benchmarks.plots libraries   # the same of every library that runs on the CPU
 
 Each writes docs/pictures/NAME.png, or `--output FILE` in the format of the file's name.
 Needs matplotlib: `pip install '.[plot]'`. Colours differ in lightness, and what lies side by side
@@ -22,7 +23,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -614,26 +615,18 @@ def draw_peers(plot: Any) -> Any:
     peaks = read_column(PEAKS.read_text(), "peak backward")
     figure, (left, right) = plot.subplots(1, 2, figsize=(9, 2.2), layout="constrained")
     panels = (
-        (left, times, list(PEER_NAMES), "time of a step, milliseconds", "{:.0f}"),
-        (right, peaks, list(PEER_NAMES)[1:], "peak memory, in bytes of all parameters", "{:.2f}"),
+        (left, times, PEER_NAMES, "time of a step, milliseconds", "{:.0f}"),
+        (
+            right,
+            peaks,
+            {name: PEER_NAMES[name] for name in PEER_NAMES if name != "bare"},
+            "peak memory, in bytes of all parameters",
+            "{:.2f}",
+        ),
     )
     for axis, figures, names, title, form in panels:
-        for row, name in enumerate(names):
-            value, *quartiles = figures[name]
-            tone, hatch = {"ours": (DARK, ""), "bare": ("white", "")}.get(name, (LIGHT, "//"))
-            axis.barh(-row, value, 0.7, color=tone, hatch=hatch, edgecolor="black", lw=0.6)
-            end = max([value, *quartiles])
-            if quartiles:
-                axis.plot(quartiles, [-row, -row], color="black", lw=1.5)
-            axis.annotate(
-                form.format(value), (end, -row), (4, 0), va="center", textcoords="offset points"
-            )
-        axis.set_yticks([-row for row in range(len(names))], [PEER_NAMES[name] for name in names])
-        axis.tick_params(axis="y", length=0)
-        axis.set_xlim(0, max(max(figures[name]) for name in names) * 1.15)
-        axis.locator_params(axis="x", nbins=5)
+        draw_bars(axis, figures, names, form)
         axis.set_title(title, fontsize=10, loc="left")
-        axis.spines[["right", "top"]].set_visible(False)
     figure.supxlabel(
         "12 layers of width 512, fp32, AdamW, two gloo ranks on two CPU cores, torch 2.13; "
         "median and quartiles; shorter is better",
@@ -642,11 +635,71 @@ def draw_peers(plot: Any) -> Any:
     return figure
 
 
+def draw_bars(
+    axis: Any, figures: Mapping[str, Sequence[float]], names: Mapping[str, str], form: str
+) -> None:
+    """Draw a bar for each name, from the top, and its quartiles where there are some."""
+    for row, name in enumerate(names):
+        value, *quartiles = figures[name]
+        tone, hatch = (DARK, "") if name.startswith("ours") else (LIGHT, "//")
+        if name == "bare":
+            tone, hatch = "white", ""
+        axis.barh(-row, value, 0.7, color=tone, hatch=hatch, edgecolor="black", lw=0.6)
+        end = max([value, *quartiles])
+        if quartiles:
+            axis.plot(quartiles, [-row, -row], color="black", lw=1.5)
+        axis.annotate(
+            form.format(value), (end, -row), (4, 0), va="center", textcoords="offset points"
+        )
+    axis.set_yticks([-row for row in range(len(names))], names.values())
+    axis.tick_params(axis="y", length=0)
+    axis.set_xlim(0, max(max(figures[name]) for name in names) * 1.15)
+    axis.locator_params(axis="x", nbins=5)
+    axis.spines[["right", "top"]].set_visible(False)
+
+
 def peer_figures() -> str:
     """Return the figures of the picture of peers; it holds them as a text, for a test."""
     times = read_column(TIMES.read_text(), "step ms")
     peaks = read_column(PEAKS.read_text(), "peak backward")
     return json.dumps([{name: each[name] for name in PEER_NAMES} for each in (times, peaks)])
+
+
+LIBRARY_TIMES = RESULTS / "compare_steps_cpu2_2026-11-27.md"
+LIBRARY_LEVELS = RESULTS / "compare_exact_cpu2_2026-11-27.md"
+LIBRARY_NAMES = {
+    "ddp": "DDP",
+    "ours_noshard": "here, NO_SHARD",
+    "zero1": "ZeroRedundancyOptimizer",
+    "fairscale_oss": "fairscale OSS",
+    "deepspeed_1": "DeepSpeed ZeRO-1",
+    "ours_optim": "here, SHARD_OPTIM",
+    "fairscale_sddp": "fairscale ShardedDDP",
+    "deepspeed_2": "DeepSpeed ZeRO-2",
+    "ours_gradop": "here, SHARD_GRAD_OP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "simple_fsdp": "SimpleFSDP",
+    "deepspeed_3": "DeepSpeed ZeRO-3",
+    "ours": "here, FULL_SHARD",
+}
+
+
+def draw_libraries(plot: Any) -> Any:
+    """Draw step time and peak of every library that runs on the CPU."""
+    times = read_column(LIBRARY_TIMES.read_text(), "time / ddp")
+    peaks = read_column(LIBRARY_LEVELS.read_text(), "peak P")
+    figure, axes = plot.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
+    titles = "time of a step, DDP = 1", "peak memory, in bytes of all parameters"
+    for axis, figures, title in zip(axes, (times, peaks), titles, strict=True):
+        draw_bars(axis, figures, LIBRARY_NAMES, "{:.2f}")
+        axis.set_title(title, fontsize=10, loc="left")
+    figure.supxlabel(
+        "MODEL_TEXT, fp32, AdamW, two gloo ranks on two CPU cores, torch 2.13; "
+        "median and quartiles; shorter is better",
+        fontsize=8,
+    )
+    return figure
 
 
 # --- the overlap on an accelerator ---
@@ -734,6 +787,7 @@ DRAWINGS = {
     "timeline": draw_timeline,
     "overlap": draw_overlap,
     "peers": draw_peers,
+    "libraries": draw_libraries,
 }
 
 

@@ -2,11 +2,12 @@
 
 One process, as one rank of a process group whose collectives do nothing, so that all that is left
 is what this rank does itself. Ranks: `fully_shard` on every layer and the root, `lazy_init`, and a
-step, in process CPU time; peers and sizes interleaved. Bytes: the full-size buffers of all
-gathers of a step, as the process group sees them. Units and parameters: a model of tiny ones, on
-one of eight ranks; garbage collection is part of what is measured. Planning: of one flat parameter,
-and the dry run of a model. Metadata: bytes from malloc, Python's objects among them, that a rank
-holds for each parameter beyond the tensors' own values, in a process of its own; needs gcc.
+step, in process CPU time; peers and sizes interleaved. Collectives: those of a step, and the bytes
+of their full-size buffers, as the process group sees them. Units and parameters: a model of tiny
+ones, on one of eight ranks; garbage collection is part of what is measured. Planning: of one flat
+parameter, and the dry run of a model. Metadata: bytes from malloc, Python's objects among them,
+that a rank holds for each parameter beyond the tensors' own values, in a process of its own; needs
+gcc.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from benchmarks import malloc_counter, peers, report
 from benchmarks.free_group import FreeGroup, free_world
@@ -46,6 +48,12 @@ from benchmarks.ranks import run_ranks
 Costs = dict[str, float]  # CPU seconds
 NUM_PARAMS = 9
 STEPS = 5  # a sample is the median of so many
+WARM = 12  # steps until no identities are exchanged any more
+KINDS = {  # by kind, how torch calls it
+    "gathers": ("_allgather_base", "all_gather_single"),
+    "reductions": ("_reduce_scatter_base", "reduce_scatter_single", "alltoall_base"),
+    "others": ("allreduce", "broadcast", "barrier", "reduce", "gather", "scatter", "send", "recv"),
+}
 
 
 def cpu_seconds(function: Callable[[], object]) -> float:
@@ -85,28 +93,43 @@ def measure_ranks(peer: str, num_ranks: int, num_layers: int) -> Costs:
     return costs
 
 
-def gathered_bytes(peer: str, num_ranks: int, config: str) -> int:
-    """Return the bytes of the full-size buffers of all gathers of a step."""
+def collectives_of_step(peer: str, num_ranks: int, config: str) -> dict[str, list[int]]:
+    """Return by kind the bytes of each collective of a warm step, forward, backward and AdamW.
+
+    The bytes are those of its largest tensor, the full-size buffer.
+    """
     batch = make_batch(config, 0)
     with free_world(num_ranks) as group:
         model = peers.build(peer, make_llama(config))
-        for _ in range(2):
+        optimizer = peers.make_optimizer(peer, model)
+
+        def step() -> None:
             model(*batch).backward()
-        sizes = note_gathers(group)
-        model(*batch).backward()
-    return sum(sizes)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(WARM):
+            step()
+        sizes = note_collectives(group)
+        step()
+    return sizes
 
 
-def note_gathers(group: FreeGroup) -> list[int]:
-    """Return a list that the sizes of the group's gathers from now on are added to."""
-    sizes: list[int] = []
-    original = group._allgather_base
+def note_collectives(group: FreeGroup) -> dict[str, list[int]]:
+    """Return what the bytes of all that the group does from now on are added to, by kind."""
+    sizes: dict[str, list[int]] = {}
 
-    def gather(output: Tensor, input: Tensor, *args: Any) -> Any:
-        sizes.append(output.nbytes)
-        return original(output, input, *args)
+    def note(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            tensors = (each for each in tree_leaves(args) if isinstance(each, Tensor))
+            sizes.setdefault(kind, []).append(max((each.nbytes for each in tensors), default=0))
+            return original(*args)
 
-    group._allgather_base = group.all_gather_single = gather  # type: ignore[method-assign]
+        return call
+
+    for kind, names in KINDS.items():
+        for name in names:
+            setattr(group, name, note(kind, getattr(group, name)))
     return sizes
 
 
@@ -350,8 +373,26 @@ def make_parser() -> Any:
     parser.add_argument("--units", default="100,1000,10000", help="of one parameter")
     parser.add_argument("--params", default="1000,10000,100000", help="in ten units")
     parser.add_argument("--metadata", action="store_true", help="measure nothing else")
+    parser.add_argument("--collectives", action="store_true", help="count nothing else")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the curves here")
     return parser
+
+
+def describe_collectives(names: Sequence[str], ranks: Sequence[int], config: str) -> str:
+    """Return the number of collectives of a warm step and their bytes, by ranks, as a section."""
+    sizes, size = CONFIGS[config], param_nbytes(make_llama(config))
+    rows = []
+    for name in names:
+        found = [collectives_of_step(name, number, config) for number in ranks]
+        for kind in KINDS:
+            each = [sizes.get(kind, []) for sizes in found]
+            rows.append([name, kind, *(f"{len(one)}; {sum(one) / size:.3f} P" for one in each)])
+    title = (
+        "## Collectives of a step, and the bytes of their full buffers\n\n"
+        f"{config}: {sizes.layers} layers x {sizes.dim}, {size} bytes of parameters; the step after"
+        f" {WARM} steps.\n\n"
+    )
+    return title + report.table(["peer", "kind", *(f"{number:,} ranks" for number in ranks)], rows)
 
 
 def parse_numbers(text: str) -> list[int]:
@@ -368,13 +409,13 @@ def main() -> None:
         title = report.header("Metadata", "malloc bytes on one rank, without tensors' values")
         report.emit(title + describe_metadata(names, ranks, args.layers), args.output)
         return
+    if args.collectives:
+        title = report.header("Collectives of a step", "one process as one of many ranks")
+        markdown = title + "\n" + describe_collectives(names, ranks, args.config)
+        report.emit(markdown, args.output)
+        return
     num_units = args.layers + 1
     samples = sample(names, ranks, args.rounds, args.layers)
-    size = param_nbytes(make_llama(args.config))
-    gathered = [
-        [name, *(f"{gathered_bytes(name, number, args.config) / size:.3f} P" for number in ranks)]
-        for name in names
-    ]
     pairs = [(number, 1) for number in parse_numbers(args.units)]
     pairs += [(10, number // 10) for number in parse_numbers(args.params)]
     measure_size(2, 2)
@@ -396,12 +437,7 @@ def main() -> None:
     keys = ("fully_shard", "step", "optimizer")
     grown = [[n, *(growth(samples, n, ranks, key, num_units) for key in keys)] for n in names]
     markdown += report.table(["peer", "fully_shard", "forward + backward", "AdamW"], grown)
-    config = CONFIGS[args.config]
-    markdown += (
-        f"\n## Bytes gathered in a step, in P\n\n{args.config}: {config.layers} layers x"
-        f" {config.dim}, {size} bytes of parameters.\n\n"
-    )
-    markdown += report.table(["peer", *(f"{number} ranks" for number in ranks)], gathered)
+    markdown += "\n" + describe_collectives(names, ranks, args.config)
     markdown += "\n## Seconds, and microseconds per unit or parameter\n\n"
     first = next(iter(sizes.values()))
     markdown += report.table(["units x parameters", *first], size_rows(sizes))

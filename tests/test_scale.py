@@ -21,8 +21,9 @@ import pytest
 import torch
 
 import composable_shard
+from benchmarks import scale
 from benchmarks.free_group import free_world
-from benchmarks.models import Sum, SumChain
+from benchmarks.models import Sum, SumChain, make_llama, param_nbytes
 from composable_shard import (
     clip_grad_norm_,
     fully_shard,
@@ -248,3 +249,14 @@ def test_a_parameter_is_five_tensors() -> None:
             del model
     _, few, many = found
     assert many - few == 5 * (30 - 10)
+
+
+def test_a_step_issues_the_same_collectives_on_any_number_of_ranks() -> None:
+    """Of the same bytes, but for each shard's end, which is rounded up to 16 bytes."""
+    size = param_nbytes(make_llama("micro"))
+    few, many = (scale.collectives_of_step("ours", number, "micro") for number in RANKS)
+    for number, sizes in zip(RANKS, (few, many), strict=True):
+        counts = {kind: len(each) for kind, each in sizes.items()}
+        assert counts == {"gathers": 97, "reductions": 49, "others": 1}
+        assert size <= sum(sizes["reductions"]) <= size + 49 * 16 * number
+        assert sum(sizes["others"]) < 1024  # of flags
