@@ -4,7 +4,6 @@ Read `saving`, `loading` and `file_format` first.
 """
 
 from composable_shard.checkpoint.background_save import CheckpointSave
-from composable_shard.checkpoint.file_format import byte_view
 from composable_shard.checkpoint.files import sync_path
 from composable_shard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
 from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -347,13 +347,11 @@ class TensorWriter:
         *,
         dtype: torch.dtype | None = None,
         metadata: Mapping[str, str] | None = None,
-        tag: int = 0,
     ) -> None:
         """Make the directory if it does not exist.
 
         Args:
             max_nbytes: Limit of a file's tensors, except for a file of one larger tensor.
-            tag: Part of the temporary names; different for each rank that writes.
         """
         self._dtype = dtype
         self._directory = directory
@@ -361,7 +359,6 @@ class TensorWriter:
         self._metadata = {"format": "pt", **(metadata or {})}
         self._pending: dict[str, Tensor] = {}
         self._pending_nbytes = 0
-        self._tag = f"{tag}-{os.getpid()}"
         self._written: list[tuple[Path, list[str]]] = []
         self._total_nbytes = 0
         directory.mkdir(parents=True, exist_ok=True)
@@ -376,29 +373,19 @@ class TensorWriter:
         self._pending_nbytes += nbytes
 
     def _flush(self) -> None:
-        path = self._directory / f".model-{len(self._written) + 1:05}-{self._tag}.tmp"
+        path = self._directory / f".model-{len(self._written) + 1:05}-{os.getpid()}.tmp"
         self._written.append((path, list(self._pending)))
         require_safetensors().save_file(self._pending, path, self._metadata)
         sync_path(path)
         self._total_nbytes += self._pending_nbytes
         self._pending, self._pending_nbytes = {}, 0
 
-    def finish(self) -> list[Any]:
-        """Write the last file; return, as JSON, what another writer's `publish` needs."""
-        if self._pending:
-            self._flush()
-        return [[[path.name, names] for path, names in self._written], self._total_nbytes]
-
-    def publish(self, others: Sequence[list[Any]] = ()) -> None:
+    def publish(self) -> None:
         """Write the last file and rename all files, the index last; remove those of earlier saves.
 
         A single file replaces an earlier save atomically. An earlier index is removed first, so
         that until the new one is written a reader finds no checkpoint instead of two mixed ones.
-        The files of other ranks' writers, from `finish`, follow.
         """
-        for written, nbytes in others:
-            self._written += [(self._directory / name, names) for name, names in written]
-            self._total_nbytes += nbytes
         if self._pending or not self._written:
             self._flush()
         old = {file for file in self._directory.iterdir() if _NUMBERED.fullmatch(file.name)}
@@ -410,7 +397,7 @@ class TensorWriter:
             index.unlink(missing_ok=True)
             weight_map = self._rename_numbered()
             content = {"metadata": {"total_size": self._total_nbytes}, "weight_map": weight_map}
-            temporary = self._directory / f".{_INDEX}-{self._tag}.tmp"
+            temporary = self._directory / f".{_INDEX}-{os.getpid()}.tmp"
             self._written.append((temporary, []))
             temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
             sync_path(temporary)

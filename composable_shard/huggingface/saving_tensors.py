@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.checkpoint import byte_view
-from composable_shard.comm import HOST, Ranks
+from composable_shard.comm import HOST
 from composable_shard.huggingface.files import (
     TensorWriter,
     parse_nbytes,
@@ -41,7 +39,6 @@ def save_safetensors(
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
     metadata: Mapping[str, str] | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Save parameters and buffers as a Hugging Face `safetensors` directory.
 
@@ -54,8 +51,9 @@ def save_safetensors(
     values are saved.
 
     One gather for each handle, and two all-gathers of 31 bytes for each process group, three if
-    units have different groups, five in `group`; for DTensors one all-gather over their mesh on the
-    first data-parallel ranks. Call it on all ranks of the units' meshes, or of `group`. Needs the
+    units have different groups; for DTensors one all-gather over their mesh on the first
+    data-parallel ranks. Call it on all ranks of the units' meshes. Pipeline stages need a directory
+    each: `save_checkpoint` and `python -m composable_shard convert` make one of all. Needs the
     package `safetensors`.
 
     Args:
@@ -64,13 +62,11 @@ def save_safetensors(
         max_shard_size: Limit of a file in bytes, or a text such as "5GB" (10**9) or "500MiB".
         dtype: Cast floating-point tensors to it. Default: keep their dtypes.
         metadata: Text for the header of each file, beside `{"format": "pt"}`.
-        group: All ranks that save parts of one model, as pipeline stages do. The first rank of each
-            part writes files of its own, and one index names them all. Default: one part alone.
 
     Raises:
         ImportError: Without the package `safetensors`.
-        ValueError: For an invalid size, a model without units, or different tensors under one name
-            in two parts. Nothing has been written then.
+        ValueError: For an invalid size, a model without units, or a directory that another rank of
+            the job has saved into. Nothing has been written then.
         NotImplementedError: If the meshes of the units begin with different ranks, so that no rank
             is the first of all. Nothing has been written then.
         RuntimeError: Inside a forward, a backward or `unshard_params`, after `unshard`, if
@@ -85,29 +81,23 @@ def save_safetensors(
     check_whole(model)
     for handle in tensors.handles:
         handle.check_ready()
-    model_ranks = ModelRanks(model)
-    model_ranks.check_one_is_first()
-    ranks = tensors.ranks(group)
+    ranks = ModelRanks(model)
+    ranks.check_one_is_first()
     path = Path(directory)
     writer: TensorWriter | None = None
     with ranks.agreed():
-        if model_ranks.is_first:
-            if group is None:
-                _claim(path)
-            writer = TensorWriter(
-                path, max_nbytes, dtype=dtype, metadata=metadata, tag=dist.get_rank()
-            )
-    names = [each.names[0] for each in tensors.all if each.is_persistent]
-    part = _Part(None if group is None else ranks, writer, names)
+        if ranks.is_first:
+            _claim(path)
+            writer = TensorWriter(path, max_nbytes, dtype=dtype, metadata=metadata)
     problem: Exception | None = None
     try:
         with torch.inference_mode(False), torch.no_grad():
-            problem = _write_all(tensors, part)
+            problem = _write_all(tensors, writer)
         ranks.agree(problem)
-        part.join()
     finally:
         problem = None  # its traceback has this frame
-        part.discard()
+        if writer is not None:
+            writer.discard()
 
 
 def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **options: Any) -> None:
@@ -165,98 +155,28 @@ def _claim(path: Path) -> None:
         if found != mine:
             raise ValueError(
                 f"rank {found} of this job has saved into '{path}', and rank {mine} would replace "
-                "that. Pass group=torch.distributed.group.WORLD on all ranks to save the parts "
-                "that ranks own as one model, or give each its own directory."
+                "that. Give the parts that ranks own a directory each, or save the run by "
+                "save_checkpoint and convert it by python -m composable_shard convert."
             )
 
 
-class _Part:
-    """The tensors that one writer adds to a directory, alone or beside other ranks' writers.
-
-    A tensor that several ranks have must be equal, as in [Note: Owners]; the lowest rank writes it.
-    """
-
-    def __init__(self, ranks: Ranks | None, writer: TensorWriter | None, names: list[str]) -> None:
-        self._ranks = ranks
-        self._writer = writer
-        told: list[Any] = []
-        if ranks is not None:
-            told = ranks.all_messages([dist.get_rank(), names] if writer else None)
-        self._others = {rank: set(each) for rank, each in filter(None, told)}
-        own = self._others.pop(dist.get_rank(), set())
-        self._copies = {n for n in own for each in self._others.values() if n in each}
-        self._sums: dict[str, int] = {}
-        self._is_first = writer is not None and all(dist.get_rank() < each for each in self._others)
-
-    @property
-    def has_writer(self) -> bool:
-        """Whether this rank writes."""
-        return self._writer is not None
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, unless a lower rank does."""
-        assert self._writer is not None
-        if name in self._copies:
-            self._sums[name] = zlib.crc32(byte_view(tensor.contiguous()))
-            if any(r < dist.get_rank() and name in each for r, each in self._others.items()):
-                return
-        self._writer.add(name, tensor)
-
-    def finish(self) -> None:
-        """Write the last file, and, if this is the only part, give all files their names."""
-        if self._writer is not None:
-            self._writer.finish()
-            if self._ranks is None:
-                self._writer.publish()
-
-    def discard(self) -> None:
-        """Remove files that still have temporary names."""
-        if self._writer is not None:
-            self._writer.discard()
-
-    def join(self) -> None:
-        """Compare the tensors of several parts, and give the files of all parts their names.
-
-        Nothing has changed if different tensors have one name.
-        """
-        if self._ranks is None:
-            return
-        mine = [dist.get_rank(), self._sums, self._writer.finish()] if self._writer else None
-        told: list[Any] = [each for each in self._ranks.all_messages(mine) if each]
-        seen: dict[str, set[int]] = {}
-        for _, sums, _ in told:
-            for name, number in sums.items():
-                seen.setdefault(name, set()).add(number)
-        different = sorted(name for name, numbers in seen.items() if len(numbers) > 1)
-        with self._ranks.agreed():
-            if different:
-                self.discard()
-                raise ValueError(
-                    f"different tensors have one name on ranks {[rank for rank, *_ in told]}: "
-                    f"{different[:8]}. Keep the whole model's names in pipeline stages, and number "
-                    "experts over all ranks."
-                )
-            if self._writer is not None and self._is_first:
-                self._writer.publish([each for rank, _, each in told if rank != dist.get_rank()])
-
-
-def _write_all(tensors: ModelTensors, part: _Part) -> Exception | None:
+def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> Exception | None:
     """Gather all tensors, and write them on the rank with a writer; return an error in writing.
 
     The gathers continue after an error, because the other ranks wait in them.
     """
     problem: Exception | None = None
     for name, tensor in _full_tensors(tensors):
-        if part.has_writer and problem is None:
+        if writer is not None and problem is None:
             try:
-                part.add(name, tensor)
+                writer.add(name, tensor)
             except Exception as error:
                 problem = error
-                part.discard()
+                writer.discard()
         del tensor  # before the next unit is gathered
-    if problem is None:
+    if writer is not None and problem is None:
         try:
-            part.finish()
+            writer.publish()
         except Exception as error:
             problem = error
     return problem

@@ -22,6 +22,7 @@ from composable_shard import (
     save_checkpoint,
     save_safetensors,
 )
+from composable_shard.conversion import convert
 from composable_shard.huggingface import Joined, save_pretrained
 from tests.harness.helpers import assert_equal, distributed
 from tests.programs.models import Net, make_net, on_meta, shard_blocks
@@ -41,34 +42,28 @@ def _make_part(number: int) -> nn.Module:
     return part
 
 
-@pytest.mark.parametrize("max_shard_size", ["5GB", "500"])
 @distributed(2)
-def test_stages_write_one_directory_for_any_split(max_shard_size: str, tmp_path: Path) -> None:
-    """One index names the files of both; a whole model loads them, and so do stages again."""
+def test_stages_make_one_directory_by_a_checkpoint(tmp_path: Path) -> None:
+    """A converted checkpoint has both; a whole model loads it, and so do stages again."""
     group = dist.group.WORLD
     part = _make_part(dist.get_rank())
-    save_safetensors(part, tmp_path, max_shard_size=max_shard_size, group=group)
+    save_checkpoint(tmp_path / "run", part, step=1)
+    folder = tmp_path / "whole"
+    if dist.get_rank() == 0:
+        convert(tmp_path / "run", folder, "safetensors")
+    dist.barrier()
     torch.manual_seed(0)
     plain = Net(num_blocks=2)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    found: dict[str, Tensor] = {}
-    for name in set(index["weight_map"].values()):
-        found |= load_file(tmp_path / name)
-    assert found.keys() == plain.state_dict().keys()
-    nbytes = sum(value.nbytes for value in found.values())
-    assert index["metadata"]["total_size"] == nbytes
-    for name, value in plain.state_dict().items():
-        assert_equal(found[name], value, name)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     model = on_meta(lambda: Net(num_blocks=2))
-    load_safetensors(model, tmp_path)
-    assert_equal(model.out.weight.full_tensor(), plain.out.weight)
+    load_safetensors(model, folder)
+    for name, value in plain.state_dict().items():
+        assert_equal(model.state_dict()[name].full_tensor(), value, name)
     with torch.no_grad():
         for param in part.parameters():
             param.zero_()
     with pytest.raises(ValueError, match=r"unexpected.*group= if other ranks load the rest"):
-        load_safetensors(part, tmp_path)
-    keys = load_safetensors(part, tmp_path, group=group)
+        load_safetensors(part, folder)
+    keys = load_safetensors(part, folder, group=group)
     assert keys.unexpected_keys == []
     name = f"blocks.{dist.get_rank()}.up.weight"
     assert_equal(part.state_dict()[name].full_tensor(), plain.state_dict()[name])
@@ -76,23 +71,14 @@ def test_stages_write_one_directory_for_any_split(max_shard_size: str, tmp_path:
 
 @distributed(2)
 def test_stages_that_would_replace_each_other_are_refused(tmp_path: Path) -> None:
-    """Without a group by the store, with one by name; equal tensors are written once."""
+    """By the job's store, naming the rank that has saved there."""
     part = _make_part(dist.get_rank())
     if dist.get_rank() == 0:
-        save_safetensors(part, tmp_path / "alone")
+        save_safetensors(part, tmp_path)
     dist.barrier()
     if dist.get_rank() == 1:
-        with pytest.raises(ValueError, match=r"rank 0 of this job has saved into .*group="):
-            save_safetensors(part, tmp_path / "alone")
-    part = nn.ModuleDict({"part": _make_part(0)})
-    save_safetensors(part, tmp_path / "tied", group=dist.group.WORLD)
-    assert len(load_file(tmp_path / "tied" / "model.safetensors")) == 6
-    with torch.no_grad():
-        part["part"]["inp"].bias += dist.get_rank()
-    with pytest.raises(ValueError, match=r"different tensors have one name.*'part.inp.bias'"):
-        save_safetensors(part, tmp_path / "different", group=dist.group.WORLD)
-    dist.barrier()  # each rank removes its own files
-    assert not list((tmp_path / "different").iterdir())
+        with pytest.raises(ValueError, match=r"rank 0 of this job has saved into .*convert"):
+            save_safetensors(part, tmp_path)
 
 
 _CHANGES = {
