@@ -78,6 +78,8 @@ REFUSALS = {
     "rest": "a backward reached parameter .* at rest",
     "surgery": "no unit manages the trainable parameters",
 }
+#: What a read of values that nobody announced meets where a unit shows one flat parameter.
+AT_REST_IN_FLAT_FORM = "has no values of its own: its unit shows one flat parameter"
 
 
 @dataclass
@@ -173,6 +175,8 @@ def _draw_unseen(random: Random, case: Case, features: set[str], is_double: bool
         is_managed = case.has_root or not case.options["use_orig_params"]
         kind = "head" if kind == "unfreeze" and is_managed else kind
         number, index = random.randint(1, 2), random.randrange(len(case.blocks))
+        if kind == "head" and case.blocks[index].side == "list":
+            kind = "leaf"  # such a block reads the head's weight outside of the head's forward
         case.surgery = number, kind, index, random.random() < 0.5
     for plan in case.blocks if "sharing" in features and not is_double else ():
         plan.sharing = random.choice([None, None, "sum", "other", "view", "own"])
@@ -460,9 +464,15 @@ def shard_as_planned(model: FuzzModel, case: Case) -> None:
         for module in (*block.inner, block):
             if module.plan.is_unit and module not in done:
                 done.add(module)
-                fully_shard(module, **module.plan.options)
+                fully_shard(module, **_for_world(module.plan.options))
     if case.has_root:
-        fully_shard(model, **case.options)
+        fully_shard(model, **_for_world(case.options))
+
+
+def _for_world(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options without a group of two where there is one rank."""
+    is_apart = options.get("reshard_after_forward") == 2 and dist.get_world_size() == 1
+    return {**options, "reshard_after_forward": None} if is_apart else options
 
 
 # The program
@@ -620,7 +630,7 @@ class _Trainee:
             new.fresh.requires_grad_(False)
             return
         if self.is_sharded:
-            fully_shard(new, **case.options)
+            fully_shard(new, **_for_world(case.options))
         known = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
         fresh = [param for param in new.parameters() if id(param) not in known]
         if fresh:
@@ -726,10 +736,17 @@ def _run_beside_plain(case: Case) -> None:
             assert_close(values[name], param.detach(), f"step {number}: parameter {name}")
 
 
-def run_seeds(first: int, count: int, features: set[str]) -> None:
-    """Run the cases of consecutive seeds; raise at the first that is wrong."""
-    for seed in range(first, first + count):
-        run_case(seed, features)
+def run_seeds(first: int, count: int, features: set[str]) -> tuple[int, bool]:
+    """Run the cases of consecutive seeds; raise at the first that is wrong.
+
+    Returns:
+        How many were run; whether ranks were interrupted at different lines in the last of them,
+        so that these workers can run no further one.
+    """
+    for number, seed in enumerate(range(first, first + count), 1):
+        if run_case(seed, features) == "apart":
+            return number, True
+    return count, False
 
 
 def run_apart(world_size: int, seed: int, features: set[str]) -> str:
@@ -750,7 +767,7 @@ def run_apart(world_size: int, seed: int, features: set[str]) -> str:
         (result, *_) = run_ranks(world_size, worker, seed, features)
     except RankError as error:
         may_be_refused = (case.is_uneven and is_local) or hides
-        if not (may_be_refused and is_refused(error, world_size)):
+        if not (may_be_refused and is_refused(error, world_size, AT_REST_IN_FLAT_FORM)):
             raise
         return "refused"
     if result == "apart":

@@ -46,10 +46,10 @@ def outcome_of(run: Callable[..., None], *args: object, world_size: int = 2) -> 
     return "right"
 
 
-def is_refused(error: RankError, world_size: int) -> bool:
-    """Return whether every rank has raised one of `REFUSALS`, or waits for one that has."""
+def is_refused(error: RankError, world_size: int, *others: str) -> bool:
+    """Return whether every rank has raised one of the refusals, or waits for one that has."""
     texts = [error.errors.get(rank, "") for rank in range(world_size)]
-    found = [any(refusal in text for refusal in REFUSALS) for text in texts]
+    found = [any(refusal in text for refusal in (*REFUSALS, *others)) for text in texts]
     return any(found) and all(map(or_, found, [_WAITS in text for text in texts]))
 
 
