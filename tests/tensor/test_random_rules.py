@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from composable_shard import fully_shard, unshard_params
 from composable_shard.comm.trace import count_collectives
 from tests.harness.helpers import assert_equal, distributed
 from tests.tensor.test_flat_shard import (
@@ -57,6 +59,21 @@ def test_init_equals_the_unsharded_one(name: str) -> None:
             result = full(tensor)
         assert_equal(result, whole)
         assert after[0] == after[1]
+
+
+@distributed(2)
+def test_a_truncated_init_of_owned_parameters_names_its_remedy() -> None:
+    """On all ranks: the owner alone knows how often to draw again."""
+    torch.manual_seed(3)
+    plain = nn.Linear(7, 5)
+    model = fully_shard(copy.deepcopy(plain), granularity="param")
+    with pytest.raises(RuntimeError, match=r"trunc_normal_ inside unshard_params"):
+        nn.init.trunc_normal_(model.weight, std=0.5)
+    for each, scope in (plain, nullcontext()), (model, unshard_params(model)):
+        torch.manual_seed(4)
+        with scope:
+            nn.init.trunc_normal_(each.weight, std=0.5)
+    assert_equal(model.weight.detach().full_tensor(), plain.weight.detach())
 
 
 @distributed(1, 2, 3)
