@@ -299,6 +299,14 @@ def test_l_advice_about_arguments_in_the_other_order(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
+def test_l_advice_about_an_argument_of_fsdp2() -> None:
+    """The options that there are, and the page that says what each argument is here."""
+    options: Any = {"shard_placement_fn": lambda param: None}
+    text = r"fully_shard has no option 'shard_placement_fn'\. It has mesh, .*troubleshooting\.md"
+    with pytest.raises(ValueError, match=text):
+        fully_shard(Net(), **options)
+
+
 @distributed(2)
 def test_l_advice_about_one_graph_of_a_whole_model() -> None:
     """In the compiler's error; layers as one graph each are in test_composition."""

@@ -261,10 +261,17 @@ def _parse_tensor(
         nbytes = region.numel * dtype.itemsize
         name_of_file = names[_count(file)]
         if not (fits and start <= end <= sizes.numel()) or offset + nbytes > files[name_of_file]:
-            raise ValueError(f"a piece of '{name}' is outside of the tensor or of {name_of_file}")
+            raise ValueError(
+                f"expected a piece of '{name}' that is inside the tensor and {name_of_file}, got "
+                f"elements {start} to {end} of {sizes.numel()} from byte {offset} on, of "
+                f"{files[name_of_file]}"
+            )
         values = tuple(int(checksums[i : i + 8], 16) for i in range(0, len(checksums), 8))
         if len(values) != -(-nbytes // chunk_nbytes):
-            raise ValueError(f"'{name}' has another number of checksums than of chunks")
+            raise ValueError(
+                f"expected {-(-nbytes // chunk_nbytes)} checksums for {nbytes} bytes of '{name}' "
+                f"in {name_of_file}, got {len(values)}"
+            )
         pieces.append(Piece(name_of_file, _count(offset), nbytes, region, values))
     return StoredTensor(name, shape, dtype, tuple(pieces))
 
@@ -278,5 +285,7 @@ def _count(value: object) -> int:
 def _file_name(name: object) -> str:
     """Check a data file's name, which must not lead out of the directory."""
     if not isinstance(name, str) or not _DATA_FILE.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a data file")
+        raise ValueError(
+            f"expected a data file of one rank, as 'rank_0_of_2.safetensors', got {name!r}"
+        )
     return name

@@ -72,8 +72,8 @@ def check_names(
         everyones = {name for each in told if each for name in each[kind]}
         if everyones and everyones != stored.keys():
             raise ValueError(
-                f"expected the same {kind}s as in {reader.folder}: {sorted(stored)} were saved "
-                f"(one alone is called ''), got {sorted(everyones)}"
+                f"expected the same {kind}s as in {reader.folder}, which has "
+                f"{_named(kind, stored)}; got {_named(kind, everyones)}"
             )
 
 
@@ -92,7 +92,10 @@ def stage_objects(
         return []
     stored = find_stored(reader, kind)
     if not stored.keys() >= objects.keys():
-        raise ValueError(f"{reader.folder} has no {kind} called {sorted(objects)}")
+        raise ValueError(
+            f"expected a {kind} of {reader.folder}, which has {_named(kind, stored)}; got "
+            f"{_named(kind, objects)}. Pass what was saved, in a list or dict of the same names."
+        )
     states = {name: json_tree.decode(stored[name], reader.read_whole) for name in objects}
     kinds = reader.metadata.tree.get("scheduler_kinds", {})
     for name, each in objects.items() if is_strict else ():
@@ -104,6 +107,13 @@ def stage_objects(
                     "was saved, or pass strict=False."
                 )
     return [(each.load_state_dict, states[name]) for name, each in objects.items()]
+
+
+def _named(kind: str, names: Iterable[str]) -> str:
+    """Return how many objects of a kind there are, with the names of those that have one."""
+    found = sorted(names)
+    number = f"{len(found) or 'no'} {kind}" + "s" * (len(found) != 1)
+    return number + (f" called {', '.join(map(repr, found))}" if any(found) else "")
 
 
 def _scheduler_problem(scheduler: LRScheduler, state: dict[str, Any], kind: str | None) -> str:

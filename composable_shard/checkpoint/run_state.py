@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.objects import Change, read_parts, wraps_state
 from composable_shard.checkpoint.reader import CheckpointReader
 from composable_shard.comm import HostGroup
@@ -353,7 +354,10 @@ def list_names(
     """Return the names of the model and of its optimizers, here and in a checkpoint."""
     stored = reader.metadata.tree.get("model")
     if not isinstance(stored, dict):
-        raise ValueError(f"{reader.folder} has no model")
+        raise ValueError(
+            f"{reader.folder / METADATA} has no entry 'model', so it has no parameters to load. "
+            "Load a checkpoint that save_checkpoint wrote."
+        )
     lists: _NameLists = {"parameters and buffers": (state, stored)}
     for (name, view), tree in zip(views.items(), trees, strict=True):
         own = [fqn for group in view for fqn in group.fqns]

@@ -122,7 +122,10 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
 
 def _check_arguments(step: int, keep_last: int | None) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
-        raise ValueError(f"expected step to be the number of steps taken, got {step!r}")
+        raise ValueError(
+            "expected step to be the number of steps taken, an int of at least 0 and below 10**12, "
+            f"got {step!r}"
+        )
     if keep_last is not None and keep_last < 1:
         raise ValueError(f"expected keep_last to be at least 1, or None for all, got {keep_last}")
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Never
 
 from composable_shard.comm import ShardGroup
 from composable_shard.construct.build import build_state, sync_states
@@ -31,6 +32,7 @@ from composable_shard.options import (
     ShardingStrategy,
     StrategyName,
     UnitOptions,
+    check_options,
     strategy_of,
 )
 from composable_shard.runtime import (
@@ -67,6 +69,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     granularity: GranularityOption = "element",
     prefetch_nbytes: int = 4 << 20,
     separate_reduce_group: bool = False,
+    **others: Never,
 ) -> _M:
     """Shard the parameters of `module` over the ranks of `mesh`, in place.
 
@@ -138,6 +141,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             than its backward. All units over the same ranks share the group. It costs the memory of
             one more communicator: of NCCL's about 12 MB for each channel and peer, reported as 0.1
             to 1.6 GB (github.com/NVIDIA/nccl/issues/864 and 1685); `NCCL_MAX_NCHANNELS` limits it.
+        others: Nothing; an option that it does not have is refused by name.
 
     Returns:
         `module`.
@@ -149,6 +153,7 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
             the backward of a graph that was recorded before the call.
         NotImplementedError: For sparse or unknown tensor types.
     """
+    check_options("fully_shard", others, UnitOptions.names())
     options = UnitOptions(
         mesh=mesh,
         strategy=strategy_of(strategy),

@@ -12,6 +12,7 @@ from composable_shard.options.advice import (
     SAVE,
     VALUES,
     WHOLE_NEEDED,
+    check_options,
     check_path_order,
 )
 from composable_shard.options.granularity import (

@@ -27,6 +27,16 @@ class StrategyFacts:
     accumulates_unsharded: bool = False
     is_replicated: bool = False
 
+    def __post_init__(self) -> None:
+        """Check that the facts are possible together."""
+        if self.is_replicated > self.accumulates_unsharded or (
+            self.frees_params and self.accumulates_unsharded
+        ):
+            raise ValueError(
+                "expected facts that hold together: a strategy that frees parameters accumulates "
+                f"no unsharded gradients, and a replicated one does; got {self}"
+            )
+
     def keeps_params(self, shard_size: int) -> bool:
         """Return whether full parameters stay, if `shard_size` ranks share the unit."""
         return shard_size == 1 or not self.frees_params

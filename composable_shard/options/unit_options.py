@@ -344,8 +344,13 @@ class UnitOptions:
 
     def override(self, given: Mapping[Any, Any]) -> UnitOptions:
         """Return these options with some replaced, checked."""
-        check_options("fully_shard", given, [field.name for field in fields(self)])
+        check_options("fully_shard", given, self.names())
         return replace(self, **given)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of the options."""
+        return [field.name for field in fields(cls)]
 
     def describe(self) -> str:
         """Return the options that differ from their defaults and that all ranks must agree on."""

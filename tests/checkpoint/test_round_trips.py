@@ -404,8 +404,8 @@ _REFUSED = [
         "in other turn",
         r"of \(ConstantLR, StepLR\) but of a .* of \(StepLR, ConstantLR\)",
     ),
-    ("none", "step", "expected the same schedulers"),
-    ("raising", "step", "expected the same schedulers"),
+    ("none", "step", "which has no schedulers; got 1 scheduler$"),
+    ("raising", "step", r"which has 2 schedulers called '0', '1'; got 1 scheduler$"),
 ]
 
 

@@ -6,6 +6,7 @@ import ast
 import copy
 import dataclasses
 import inspect
+import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from composable_shard import (
     fully_shard,
     shard_model,
 )
-from composable_shard.options import OptionsDict, StrategyName, UnitOptions
+from composable_shard.options import OptionsDict, StrategyFacts, StrategyName, UnitOptions
 from composable_shard.planning import by_class, transformer_blocks
 
 PACKAGE = Path(composable_shard.__file__).parent
@@ -121,6 +122,16 @@ def test_the_table_in_the_documentation_lists_the_facts() -> None:
         assert (params == "sharded") is facts.frees_params
         assert (grads == "in one persistent buffer") is facts.accumulates_unsharded
         assert (state == "replicated") is facts.is_replicated
+
+
+@pytest.mark.parametrize("values", list(itertools.product([False, True], repeat=3)))
+def test_other_combinations_of_facts_are_refused(values: tuple[bool, ...]) -> None:
+    """They would train, but gather everything at once, or step what is not reduced."""
+    if any(dataclasses.astuple(each.facts) == values for each in ShardingStrategy):
+        assert dataclasses.astuple(StrategyFacts(*values)) == values
+    else:
+        with pytest.raises(ValueError, match="expected facts that hold together"):
+            StrategyFacts(*values)
 
 
 @pytest.mark.parametrize(
