@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.ranks import run_ranks
-from composable_shard.comm.algorithms import UnevenGather, UnevenSum
+from composable_shard.comm.algorithms import UnevenGather
 from composable_shard.comm.messages import exchange
 from composable_shard.comm.order import order_of
 
@@ -89,8 +89,14 @@ def reduce_by_exchange(case: Case) -> None:
 
 
 def reduce_to_owners(case: Case) -> None:
-    algorithm = UnevenSum(case.group, case.own.device, case.numels)
-    algorithm.reduce_in_place(case.parts).wait()
+    works = []
+    for rank, part in enumerate(case.parts):
+        if part.numel():
+            options = dist.ReduceOptions()
+            options.rootRank = rank
+            works.append(case.group.reduce([part], options))
+    for work in works:
+        work.wait()
     case.output.copy_(case.own)
 
 

@@ -11,8 +11,7 @@ works in the same way; the backend's own all-reduce rounds as the backend does.
 NCCL has collectives for lists of any sizes. An exchange over gloo sends uneven shards as it sends
 equal ones. Without an exchange a gather is a broadcast from each rank, and the terms of a sum
 travel by all-to-all: at 10 ranks and 64 kB to 16 MB this took 0.03 to 0.9 of the time of a reduce
-to each rank. If one shard is much larger than the mean, the terms would need too much memory; then
-the sum is a reduce to each rank. Shards padded to the largest take 2 to 40 times as long.
+to each rank. Shards padded to the largest take 2 to 40 times as long.
 (benchmarks/uneven.py)
 """
 
@@ -256,7 +255,7 @@ class SumAlgorithm:
 
 
 class UnevenSum(SumAlgorithm):
-    """Sums parts of any sizes by the backend: a reduce to each rank, which NCCL joins."""
+    """Sums parts of any sizes by NCCL."""
 
     def start(
         self, output: Tensor, input: Tensor, scratch: Tensor | None, scale: float
@@ -265,22 +264,9 @@ class UnevenSum(SumAlgorithm):
         parts = cut_in_parts(input, self._group, self._numels)
         own = parts[self._rank]
         own_term = None if own.data_ptr() == output.data_ptr() else own[None]
-        work = self.reduce_in_place([as_real(part) for part in parts])
+        reals = [as_real(part) for part in parts]
+        work = self._group.reduce_scatter([reals[self._rank]], [reals], self._sum)
         return PendingReduction(work, output, input, own_term, scale, self._group)
-
-    def reduce_in_place(self, parts: Sequence[Tensor]) -> Waitable:
-        """Start summing each part over the ranks, in place on the rank that owns the part."""
-        group = self._group
-        if self._is_nccl:
-            own = [parts[self._rank]]
-            return group.reduce_scatter(own, [list(parts)], dist.ReduceScatterOptions())
-        works = []
-        for rank, part in enumerate(parts):
-            if part.numel():
-                options = dist.ReduceOptions()
-                options.rootRank = rank
-                works.append(group.reduce([part], options))
-        return Works(works, group)
 
 
 class _ExchangedSum(SumAlgorithm):
@@ -346,17 +332,12 @@ def _choose_sum(
     numels: Sequence[int] | None,
 ) -> type[SumAlgorithm]:
     """Choose how a sum is taken, see [Note: Low-precision sums] and [Note: Uneven shards]."""
-    is_low = dtype in LOW_PRECISION
-    by_backend = SumAlgorithm if numels is None else UnevenSum
-    # Then all terms of the largest shard would take more than twice the memory of all shards.
-    is_extreme = numels is not None and max(numels) * len(numels) > 2 * sum(numels)
-    if is_extreme and not is_low and group.size() > 2:
-        return by_backend
     if is_exchange(group, device):
         return _ExchangedSum
-    is_uneven = numels is not None and backend_name(group, device) == "gloo"
-    is_small = 1 < group.size() <= _MAX_ALL_TO_ALL_SIZE
-    return _AllToAllSum if is_small and (is_low or is_uneven) else by_backend
+    is_low = dtype in LOW_PRECISION and 1 < group.size() <= _MAX_ALL_TO_ALL_SIZE
+    if is_low or (numels is not None and backend_name(group, device) != "nccl"):
+        return _AllToAllSum
+    return SumAlgorithm if numels is None else UnevenSum
 
 
 class ReduceScatter:

@@ -106,20 +106,6 @@ def test_sums_of_any_size_arrive(way: str, dtype: torch.dtype) -> None:
                 assert_equal(pending.finish(), expected.to(output.dtype), f"{kind} {numels}")
 
 
-@distributed(4)
-def test_the_memory_for_terms_is_bounded() -> None:
-    """None where one rank owns almost everything; 16-bit terms are added up here all the same."""
-    group = dist.group.WORLD
-    assert group is not None
-    for way in ("exchange", "all-to-all"):
-        with ways(way):
-            for numels, num_parts in (([4, 4, 4, 5], 4), ([16, 0, 0, 0], 0), ([8, 8, 0, 0], 4)):
-                reduction = algorithms.ReduceScatter(group, torch.float32, CPU, numels)
-                assert reduction.scratch_parts(in_place=True) == num_parts
-            low = algorithms.ReduceScatter(group, torch.bfloat16, CPU, [16, 0, 0, 0])
-            assert low.scratch_parts(in_place=True) == 4
-
-
 class _TwoBackends(FreeGroup):
     """As `init_process_group("cpu:gloo,cuda:nccl")` makes them."""
 
