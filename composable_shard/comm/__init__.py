@@ -18,7 +18,6 @@ from composable_shard.comm.collectives import (
     all_gather_uneven,
     all_reduce,
     broadcast,
-    scratch_parts,
 )
 from composable_shard.comm.devices import (
     DONE,
@@ -46,7 +45,6 @@ from composable_shard.comm.hooks import (
     wire_nbytes,
 )
 from composable_shard.comm.host_group import HostGroup, get_host_group
-from composable_shard.comm.messages import ExchangedAllReduce
 from composable_shard.comm.order import (
     before_next_collective,
     exchange_always,

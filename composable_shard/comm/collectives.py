@@ -25,7 +25,7 @@ from composable_shard.comm.devices import (
 )
 from composable_shard.comm.devices import abandon as abandon
 from composable_shard.comm.identity_exchange import exchange_identity
-from composable_shard.comm.messages import MessageGroup, Works
+from composable_shard.comm.messages import MAX_SMALL_NBYTES, MessageGroup, Works
 from composable_shard.comm.messages import settle as settle
 from composable_shard.comm.order import GroupOrder, identify, order_of
 
@@ -57,7 +57,7 @@ def _door(
     *,
     is_rare: bool = False,
     is_uneven: bool = False,
-    scratch: Tensor | None = None,
+    is_large: bool = False,
 ) -> dist.ProcessGroup | MessageGroup:
     """Return the object that issues the noted collective: messages, or the backend after an
     exchange.
@@ -68,13 +68,16 @@ def _door(
         order: Of the group.
         is_rare: A function of the user's asks for it, and not a step.
         is_uneven: Whether the ranks' parts differ in size, which a backend's verbs refuse.
-        scratch: See `MessageGroup`.
+        is_large: Whether messages from each rank to each would take longer.
     """
-    if not is_exchange(group, device):
+    has_messages = is_exchange(group, device)
+    if has_messages and is_large:
+        order.check_always()
+    if not has_messages or is_large:
         exchange_identity(group, order, device, is_rare)
         if not is_uneven:
             return group
-    return MessageGroup(group, order, scratch)
+    return MessageGroup(group, order)
 
 
 def _started(work: Waitable, group: dist.ProcessGroup) -> Waitable:
@@ -147,11 +150,6 @@ def scatter(
     return _started(door.scatter([as_real(output).view(-1)], parts, dist.ScatterOptions()), group)
 
 
-def scratch_parts(group: dist.ProcessGroup, device: torch.device) -> int:
-    """Return the scratch memory of an all-reduce, in multiples of the tensor's memory."""
-    return int(is_exchange(group, device))
-
-
 def all_reduce(
     tensor: Tensor,
     group: dist.ProcessGroup,
@@ -159,17 +157,16 @@ def all_reduce(
     *,
     what: str | None = None,
     digest_nbytes: int = 0,
-    scratch: Tensor | None = None,
 ) -> Waitable:
     """Start reducing `tensor` in place over all ranks; any shape, the same on every rank.
 
     Args:
         what: What it is for, for messages; None to name the function that was called.
         digest_nbytes: Number of bytes that are the digest, for the log: [Note: Digest of a step].
-        scratch: Memory of as many elements, for an `ExchangedAllReduce`.
     """
     order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what, digest_nbytes)
-    door = _door(group, tensor.device, order, scratch=scratch)
+    is_large = group.size() > 2 and tensor.nbytes > MAX_SMALL_NBYTES
+    door = _door(group, tensor.device, order, is_large=is_large)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
     return _started(door.allreduce([as_real(tensor)], options), group)

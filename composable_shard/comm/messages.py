@@ -5,10 +5,9 @@ Gloo's own all-reduce aborts the process if ranks pass tensors of different size
 unrelated tensors of equal size. Messages carry the identity of their collective, so ranks that
 differ wait and find out. [Note: Identity of a collective]
 
-With two ranks, or few bytes, each rank sends its whole tensor to every other rank, and all ranks
-add up in the order of ranks. Otherwise each rank sums one part of the tensor and sends it to the
-others: this takes the bytes of a ring, but a second round of messages. `advance` starts the second
-round, which then runs beside the next computation.
+Each rank sends its whole tensor to every other rank, and all ranks add up in the order of ranks.
+That takes the bytes of a ring only with two ranks; with more, tensors of more than
+`MAX_SMALL_NBYTES` are reduced by gloo, after the ranks have exchanged the identity.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_shard.comm.devices import abandon, as_real
+from composable_shard.comm.devices import Then, abandon
 from composable_shard.comm.order import LOWEST_TAG, NUM_TAGS, GroupOrder, order_of
 from composable_shard.comm.watch import fail
 
@@ -137,83 +136,14 @@ def settle(group: dist.ProcessGroup) -> None:
 
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
-_MAX_SMALL_NBYTES = 4096
+MAX_SMALL_NBYTES = 4096
 
-_COMBINE: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], object]] = {
-    dist.ReduceOp.SUM: lambda one, other: one.add_(other),
-    dist.ReduceOp.PRODUCT: lambda one, other: one.mul_(other),
-    dist.ReduceOp.MAX: lambda one, other: torch.maximum(one, other, out=one),
-    dist.ReduceOp.MIN: lambda one, other: torch.minimum(one, other, out=one),
+_COMBINE: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.PRODUCT: torch.mul,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
 }
-
-
-class ExchangedAllReduce:
-    """An all-reduce in flight, see [Note: All-reduces by messages]."""
-
-    def __init__(
-        self,
-        tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        order: GroupOrder,
-        scratch: Tensor | None = None,
-    ) -> None:
-        """Start reducing a contiguous tensor; the collective has been entered in the group's order.
-
-        The scratch memory has as many elements as the tensor, and is free again after `advance`.
-        """
-        self._group, self._op, self._order = group, op, order
-        real = as_real(tensor).view(-1)
-        size, self._rank = group.size(), group.rank()
-        others = [rank for rank in range(size) if rank != self._rank]
-        self._parts: dict[int, Tensor] | None = None
-        if size > 2 and tensor.nbytes > _MAX_SMALL_NBYTES:
-            # Elements of each rank's part; the last ranks have fewer, or none.
-            step = -(-real.numel() // size)
-            self._parts = {rank: real[rank * step : (rank + 1) * step] for rank in range(size)}
-        self._own = real if self._parts is None else self._parts[self._rank]
-        numel = self._own.numel()
-        if scratch is None or scratch.numel() < numel * len(others):
-            scratch = real.new_empty(numel * len(others))
-        terms = scratch[: numel * len(others)].view(len(others), numel)
-        self._terms: list[Tensor] | None = list(terms)
-        sends = [(rank, real if self._parts is None else self._parts[rank]) for rank in others]
-        receives = zip(others, terms, strict=True)
-        self._works = exchange(sends, receives, group, order)
-
-    def advance(self) -> None:
-        """Wait for the other ranks' terms and add them up; release the scratch memory."""
-        if self._terms is None:
-            return
-        self._works.wait()
-        terms, self._terms = self._terms, None
-        self._combine(terms)
-        if self._parts is not None:
-            others = {rank: part for rank, part in self._parts.items() if rank != self._rank}
-            sends = [(rank, self._own) for rank in others]
-            tag = self._works.tag
-            self._works = exchange(sends, others.items(), self._group, self._order, tag)
-
-    def _combine(self, terms: list[Tensor]) -> None:
-        """Add up the terms in the order of ranks, so that all ranks get the same bits."""
-        combine, own = _COMBINE[self._op], self._own
-        if len(terms) == 1:
-            combine(own, terms[0])
-            return
-        others = [*terms[: self._rank], own, *terms[self._rank :]]
-        first = others.pop(0)
-        if self._op == dist.ReduceOp.SUM and own.dtype in LOW_PRECISION:
-            first = first.float()  # [Note: Low-precision sums]
-        for term in others:
-            combine(first, term)
-        if first is not own:
-            own.copy_(first)
-
-    def wait(self) -> None:
-        """Wait until the result is there."""
-        self.advance()
-        if self._parts is not None:
-            self._works.wait()
 
 
 class MessageGroup:
@@ -225,13 +155,10 @@ class MessageGroup:
     Args:
         group: The ranks that exchange messages.
         order: Of the group.
-        scratch: Memory for an all-reduce, with as many elements as its tensor.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, order: GroupOrder, scratch: Tensor | None = None
-    ) -> None:
-        self._group, self._order, self._scratch = group, order, scratch
+    def __init__(self, group: dist.ProcessGroup, order: GroupOrder) -> None:
+        self._group, self._order = group, order
 
     def gather(
         self,
@@ -259,12 +186,26 @@ class MessageGroup:
         outputs[0].copy_(parts[0].view(outputs[0].shape))
         return self._exchange(enumerate(parts[1:], 1), [])
 
-    def allreduce(
-        self, tensors: Sequence[Tensor], options: dist.AllreduceOptions
-    ) -> ExchangedAllReduce:
-        """Reduce one tensor in place. [Note: All-reduces by messages]"""
+    def allreduce(self, tensors: Sequence[Tensor], options: dist.AllreduceOptions) -> Then:
+        """Reduce one contiguous tensor in place. [Note: All-reduces by messages]"""
         op = options.reduceOp.op  # type: ignore[attr-defined] # missing in the stubs of torch
-        return ExchangedAllReduce(tensors[0], self._group, op, self._order, self._scratch)
+        own = tensors[0].view(-1)
+        rank, size = self._group.rank(), self._group.size()
+        terms = own.new_empty(size - 1, own.numel())
+        others = [other for other in range(size) if other != rank]
+        sends = [(other, own) for other in others]
+        works = self._exchange(sends, zip(others, terms, strict=True))
+
+        def combine() -> None:
+            # In the order of ranks, so that all ranks get the same bits.
+            first, *further = [*terms[:rank], own, *terms[rank:]]
+            if op == dist.ReduceOp.SUM and size > 2 and own.dtype in LOW_PRECISION:
+                first = first.float()  # [Note: Low-precision sums]
+            for term in further[:-1]:
+                first = _COMBINE[op](first, term)
+            _ = own.copy_(_COMBINE[op](first, further[-1]))
+
+        return Then([works], combine)
 
     def broadcast(self, tensors: Sequence[Tensor], options: dist.BroadcastOptions) -> Works:
         """Send a tensor from the root to all other ranks."""

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from composable_shard.comm import (
     CommHook,
-    ExchangedAllReduce,
     PendingReduction,
     ReduceScatter,
     ReductionStage,
@@ -27,7 +26,6 @@ from composable_shard.comm import (
     Waitable,
     call_hook,
     collectives,
-    scratch_parts,
 )
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import UnitLabel
@@ -95,7 +93,6 @@ class FlatReduction:
         self._scatter: PendingReduction | None = None  # the first stage, in flight
         self._all_reduce: Waitable | None = None  # the second stage, in flight
         self.output: Tensor | None = None
-        self._num_terms = 0  # scratch of a second stage without a first, in shards
         self._scale = 1.0  # of the output, without a first stage
         self._is_deferred = False
         # On a side stream: the points at which the buffer is free and the result complete, and the
@@ -122,8 +119,6 @@ class FlatReduction:
             self._reduce_scatter = ReduceScatter(
                 group.reduce_group or group.group, reduce_dtype, device, self._layout.uneven_numels
             )
-        elif group.replicate_groups:
-            self._num_terms = scratch_parts(group.replicate_groups[0], device)
 
     def scratch_parts(self, *, in_place: bool) -> int:
         """Return the collectives' scratch memory beside a buffer, in shards, as `ReduceScatter`.
@@ -132,7 +127,7 @@ class FlatReduction:
             in_place: Whether the output is this rank's part of the buffer.
         """
         if self._reduce_scatter is None:
-            return self._num_terms
+            return 0
         is_cast = self.output_dtype != self._reduce_scatter.dtype
         return self._reduce_scatter.scratch_parts(in_place=in_place or is_cast)
 
@@ -212,7 +207,7 @@ class FlatReduction:
             self._scatter = self._issue_scatter(output, buffer, scratch, scale)
         elif group.replicate_groups:
             self._scale = scale
-            self._issue_all_reduce(output, scratch)
+            self._issue_all_reduce(output)
         else:
             self._scale = scale
             output.copy_(buffer)  # no other rank has gradients
@@ -232,19 +227,19 @@ class FlatReduction:
         work = call_hook(*self._hook, stage)
         return PendingReduction(work, stage.output, stage.gradient, None, stage.scale)
 
-    def _issue_all_reduce(self, output: Tensor, scratch: Tensor | None = None) -> None:
+    def _issue_all_reduce(self, output: Tensor) -> None:
         groups = list(zip(self.shard_group.replicate_groups, self._keys[1:], strict=True))
         *earlier, last = groups
         for each in earlier:
-            self._start_all_reduce(output, *each, scratch).wait()
-        self._all_reduce = self._start_all_reduce(output, *last, scratch)
+            self._start_all_reduce(output, *each).wait()
+        self._all_reduce = self._start_all_reduce(output, *last)
 
     def _start_all_reduce(
-        self, output: Tensor, group: dist.ProcessGroup, key: StageKey, scratch: Tensor | None
+        self, output: Tensor, group: dist.ProcessGroup, key: StageKey
     ) -> Waitable:
         if self._hook is None:
             what = f"the reduction of {self.label.text}"
-            return collectives.all_reduce(output, group, what=what, scratch=scratch)
+            return collectives.all_reduce(output, group, what=what)
         stage = ReductionStage(
             "all_reduce", output, output, group, self._scale, key, unit=self.label.text
         )
@@ -260,8 +255,6 @@ class FlatReduction:
             self._buffer_read.wait()
             self._buffer_read = None
             return
-        if isinstance(self._all_reduce, ExchangedAllReduce):
-            self._all_reduce.advance()
         output = self._end_first_stage()
         if output is not None and self.shard_group.replicate_groups:
             self._begin_second_stage(output)
