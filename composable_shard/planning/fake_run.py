@@ -296,8 +296,8 @@ class StepMemory:
         cls, cost: Cost, ranks: RankCounts, *, is_freed: bool, prefetch_nbytes: int, is_cpu: bool
     ) -> StepMemory:
         """Return the memory of a unit with these costs."""
-        packed, size = cost.packed_nbytes, max((ranks.shard, *ranks.replicate))
-        is_exchange = is_cpu and 1 < size <= MAX_EXCHANGE_SIZE
+        packed, copies = cost.packed_nbytes, max(ranks.replicate, default=1)
+        is_exchange = is_cpu and (1 < ranks.shard <= MAX_EXCHANGE_SIZE or copies == 2)
         kept = cost.grad_nbytes if is_exchange and not packed else 0
         return cls(
             gathered=cost.gathered_nbytes,
