@@ -19,9 +19,7 @@ from composable_shard.comm.calls import function_called
 from composable_shard.comm.devices import (
     Waitable,
     as_real,
-    cut_in_parts,
     is_exchange,
-    payload,
 )
 from composable_shard.comm.devices import abandon as abandon
 from composable_shard.comm.identity_exchange import exchange_identity
@@ -56,7 +54,6 @@ def _door(
     order: GroupOrder,
     *,
     is_rare: bool = False,
-    is_uneven: bool = False,
     is_large: bool = False,
 ) -> dist.ProcessGroup | MessageGroup:
     """Return the object that issues the noted collective: messages, or the backend after an
@@ -67,7 +64,6 @@ def _door(
         device: Of the tensors.
         order: Of the group.
         is_rare: A function of the user's asks for it, and not a step.
-        is_uneven: Whether the ranks' parts differ in size, which a backend's verbs refuse.
         is_large: Whether messages from each rank to each would take longer.
     """
     has_messages = is_exchange(group, device)
@@ -75,8 +71,7 @@ def _door(
         order.check_always()
     if not has_messages or is_large:
         exchange_identity(group, order, device, is_rare)
-        if not is_uneven:
-            return group
+        return group
     return MessageGroup(group, order)
 
 
@@ -107,47 +102,6 @@ def all_gather(
     """Start gathering every rank's shard into `output`, as `AllGather` does."""
     prepared = AllGather(output, shard, group, numels, name=what or function_called())
     return _started(prepared.start(is_rare=not is_of_step), group)
-
-
-def gather(
-    output: Tensor | None,
-    shard: Tensor,
-    group: dist.ProcessGroup,
-    numels: Sequence[int] | None = None,
-) -> Waitable:
-    """Start gathering every rank's shard on the group's first rank alone.
-
-    Args:
-        output: On the first rank: shape `(group.size() * shard_numel,)`, as in `all_gather`. None
-            on the others.
-        shard: Shape `(shard_numel,)`, this rank's.
-        numels: As in `all_gather`.
-    """
-    nbytes = shard.nbytes * group.size() if numels is None else payload(shard, numels)
-    order = _note(group, "gather", nbytes, None)
-    door = _door(group, shard.device, order, is_rare=True, is_uneven=numels is not None)
-    parts = [] if output is None else [list(cut_in_parts(as_real(output), group, numels))]
-    return _started(door.gather(parts, [as_real(shard).view(-1)], dist.GatherOptions()), group)
-
-
-def scatter(
-    output: Tensor,
-    input: Tensor | None,
-    group: dist.ProcessGroup,
-    numels: Sequence[int] | None = None,
-) -> Waitable:
-    """Start giving each rank its part of a tensor that the group's first rank has.
-
-    Args:
-        output: Shape `(shard_numel,)`, this rank's part.
-        input: On the first rank: shape `(group.size() * shard_numel,)`. None on the others.
-        numels: As in `all_gather`.
-    """
-    nbytes = output.nbytes * group.size() if numels is None else payload(output, numels)
-    order = _note(group, "scatter", nbytes, None)
-    door = _door(group, output.device, order, is_rare=True, is_uneven=numels is not None)
-    parts = [] if input is None else [list(cut_in_parts(as_real(input), group, numels))]
-    return _started(door.scatter([as_real(output).view(-1)], parts, dist.ScatterOptions()), group)
 
 
 def all_reduce(

@@ -173,19 +173,6 @@ class MessageGroup:
         parts[0].copy_(inputs[0].view(parts[0].shape))
         return self._exchange([], enumerate(parts[1:], 1))
 
-    def scatter(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Sequence[Tensor]],
-        options: dist.ScatterOptions,
-    ) -> Works:
-        """Send each rank its part; only rank 0 passes inputs."""
-        if not inputs:
-            return self._exchange([], [(0, outputs[0])])
-        parts = inputs[0]
-        outputs[0].copy_(parts[0].view(outputs[0].shape))
-        return self._exchange(enumerate(parts[1:], 1), [])
-
     def allreduce(self, tensors: Sequence[Tensor], options: dist.AllreduceOptions) -> Then:
         """Reduce one contiguous tensor in place. [Note: All-reduces by messages]"""
         op = options.reduceOp.op  # type: ignore[attr-defined] # missing in the stubs of torch
@@ -198,7 +185,9 @@ class MessageGroup:
 
         def combine() -> None:
             # In the order of ranks, so that all ranks get the same bits.
-            first, *further = [*terms[:rank], own, *terms[rank:]]
+            parts = list(terms)
+            parts.insert(rank, own)
+            first, *further = parts
             if op == dist.ReduceOp.SUM and size > 2 and own.dtype in LOW_PRECISION:
                 first = first.float()  # [Note: Low-precision sums]
             for term in further[:-1]:

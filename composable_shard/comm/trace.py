@@ -97,7 +97,7 @@ def trace_events() -> Iterator[list[Event]]:
         logs[:] = [other for other in logs if other is not log]
 
 
-_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast", "gather", "scatter"})
+_KINDS = frozenset({"all_gather", "reduce_scatter", "all_reduce", "broadcast"})
 
 
 @dataclass

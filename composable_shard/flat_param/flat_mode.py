@@ -137,7 +137,7 @@ def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:
         return found
     partial = move_shard(partial, grads.layout, handle.layout, group.rank)
     full = handle.shard.new_full()
-    handle.shard.gather_into(full, partial, to_first=False).wait()
+    handle.shard.gather_into(full, partial).wait()
     full.mul_((grads.reduction.divide_factor or group.num_ranks) / group.size)
     for index, (entry, is_used) in enumerate(zip(handle.entries, grads.used, strict=True)):
         if is_used:

@@ -102,29 +102,20 @@ class LocalShard:
         """Return memory for the full values in the main dtype, shape `(layout.padded_numel,)`."""
         return torch.empty(self.layout.padded_numel, dtype=self.values.dtype, device=self.device)
 
-    def gather_into(self, output: Tensor | None, shard: Tensor, *, to_first: bool) -> Waitable:
+    def gather_into(self, output: Tensor, shard: Tensor) -> Waitable:
         """Start gathering shards, of the values or of the same shape, into another buffer.
 
-        Issues one all-gather, or with `to_first` one gather, of `layout.padded_numel` elements.
+        Issues one all-gather of `layout.padded_numel` elements.
 
         Args:
-            output: Shape `(layout.padded_numel,)`; None on a rank that does not receive.
+            output: Shape `(layout.padded_numel,)`.
             shard: Shape `(layout.shard_numel,)`, this rank's shard.
-            to_first: Only the first of all data-parallel ranks receives; if shards have copies,
-                only the first copies are sent.
         """
-        group, numels = self.shard_group.group, self.layout.uneven_numels
-        if to_first and not self.shard_group.is_first_replica:
-            return DONE
         if self.shard_group.size == 1:
-            if output is not None:
-                output.copy_(shard)
+            output.copy_(shard)
             return DONE
-        shard = self.to_device(shard)
-        if to_first:
-            return collectives.gather(output, shard, group, numels)
-        assert output is not None
-        return collectives.all_gather(output, shard, group, numels)
+        group, shard = self.shard_group.group, self.to_device(shard)
+        return collectives.all_gather(output, shard, group, self.layout.uneven_numels)
 
     def write_slice(self, shard: Tensor, full: Tensor | None, *, from_first: bool) -> None:
         """Write this rank's slice of full values, or gradients, into a shard.
@@ -133,29 +124,18 @@ class LocalShard:
             shard: Shape `(layout.shard_numel,)`.
             full: Shape `(layout.padded_numel,)`; its padding is set to zero. None on a rank without
                 values.
-            from_first: The first of all data-parallel ranks gives every rank its slice: one
-                scatter in its shard group, and one broadcast to each group of copies.
+            from_first: The first of all data-parallel ranks sends the full values to the others,
+                by one broadcast for each group.
         """
+        if from_first:
+            if full is None:
+                full = torch.empty(self.layout.padded_numel, dtype=shard.dtype, device=self.device)
+            full = self.shard_group.ranks.copy_from_first(full)
+        self.guard.wait_for_reads()
         if full is not None:
             zero_padding(full, self.layout)
-        self.guard.wait_for_reads()
-        if from_first:
-            self._send_slices(shard, full)
-        elif full is not None:
             start, end = self.layout.shard_range(self.shard_group.rank)
             shard.copy_(full[start:end])
-
-    def _send_slices(self, shard: Tensor, full: Tensor | None) -> None:
-        group = self.shard_group
-        target = torch.empty_like(shard, device=self.device) if self.is_offloaded else shard
-        if group.size > 1 and group.is_first_replica:
-            collectives.scatter(target, full, group.group, self.layout.uneven_numels).wait()
-        elif full is not None:
-            target.copy_(full)
-        for copies in group.replicate_groups:
-            collectives.broadcast(target, 0, copies).wait()
-        if target is not shard:
-            shard.copy_(target)
 
     def copy_to_replicas(self) -> None:
         """Broadcast the first copy of the shard to the others: one broadcast for each group."""

@@ -30,8 +30,8 @@ def iter_merged_params(
     For an inference engine that knows no adapters: the names are those of the model that peft
     adapted, as `from_pretrained` returns it. Weights in `modules_to_save` take the places of the
     original ones. peft's own `merge` runs on full values of one unit at a time, in the main dtype;
-    the model's weights and adapters stay as they are. One gather for each handle. Call it and read
-    it to the end on all ranks, and run no step meanwhile.
+    the model's weights and adapters stay as they are. One all-gather for each handle. Call it and
+    read it to the end on all ranks, and run no step meanwhile.
 
     Args:
         model: What peft's `get_peft_model` returned, sharded, outside of forward, backward and

@@ -44,13 +44,13 @@ def save_safetensors(
 
     The first rank writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with
     `model.safetensors.index.json`, as `transformers` does: full tensors under the original names,
-    tied ones once. It holds one full unit on its device, and in host memory two units and the
-    tensors of one file; the other ranks hold nothing beyond their shards. The files are complete
+    tied ones once. Each rank holds one full unit on its device, and the first one in host memory
+    two units and the tensors of one file. The files are complete
     when the call returns on any rank, and have temporary names until then; `TensorWriter.publish`
     describes the state after a killed process. Where a unit computes in another dtype, the main
     values are saved.
 
-    One gather for each handle, and two all-gathers of 31 bytes for each process group, three if
+    One all-gather for each handle, and two of 31 bytes for each process group, three if
     units have different groups; for DTensors one all-gather over their mesh on the first
     data-parallel ranks. Call it on all ranks of the units' meshes. Pipeline stages need a directory
     each: `save_checkpoint` and `python -m composable_shard convert` make one of all. Needs the
@@ -104,8 +104,8 @@ def save_pretrained(model: nn.Module, directory: str | os.PathLike[str], **optio
     """Run the `save_pretrained` of a `transformers` model on whole values; call it on all ranks.
 
     Writes the same files as that method: tensors under its names, the configuration, and so on. The
-    first rank holds the whole model in host memory; `save_safetensors` does not. One gather for
-    each handle.
+    first rank holds the whole model in host memory; `save_safetensors` does not. One
+    all-gather for each handle.
 
     Args:
         model: A sharded model with a method `save_pretrained`.

@@ -54,11 +54,11 @@ def unshard_params(
     strategy keeps full parameters. They are the main values: where a unit computes in another
     dtype, a forward inside computes in the main one.
 
-    All ranks must pass the same flags. One all-gather for each handle (`rank0_only`: one gather),
-    none for a handle that is unsharded already; `with_grads` takes one more, and one small
-    all-reduce. On exit `writeback` takes one all-reduce of a few bytes for each process group, and
-    nothing else; with `rank0_only` one scatter for each handle, and a broadcast to the ranks that
-    hold copies of shards.
+    All ranks must pass the same flags. One all-gather for each handle, none for a handle that
+    is unsharded already; `with_grads` takes one more, and one small all-reduce. With `rank0_only`
+    the other ranks free each handle's values at once. On exit `writeback` takes one all-reduce of a
+    few bytes for each process group, and nothing else; with `rank0_only` one broadcast for each
+    handle and process group.
 
     Args:
         module: A sharded module, or one with sharded modules below it.

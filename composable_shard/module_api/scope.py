@@ -124,8 +124,8 @@ class FullParamsScope:
             raise problem
 
     def _gather(self) -> None:
-        if self.options.offload_to_cpu:
-            # Unit by unit: the device holds no more than one full flat parameter beyond the rest.
+        if self.options.offload_to_cpu or self.options.rank0_only:
+            # Unit by unit: a device that keeps no values holds one full flat parameter at a time.
             for handle in self.handles:
                 self._finish(handle, *self._start(handle))
                 self._gather_gradients(handle)
@@ -136,19 +136,17 @@ class FullParamsScope:
         for handle in self.handles:
             self._gather_gradients(handle)
 
-    def _start(self, handle: FlatParamHandle) -> tuple[Tensor | None, Waitable]:
-        output = self._new_buffer(handle)
+    def _start(self, handle: FlatParamHandle) -> tuple[Tensor, Waitable]:
+        output = handle.shard.new_full()
         if handle.is_sharded and handle.full.is_current and not handle.full.is_cast:
             handle.full.wait()
-            if output is not None:
-                output.copy_(handle.full.buffer)
+            output.copy_(handle.full.buffer)
             return output, DONE
-        to_first = self.options.rank0_only
-        return output, handle.shard.gather_into(output, handle.local_shard, to_first=to_first)
+        return output, handle.shard.gather_into(output, handle.local_shard)
 
-    def _finish(self, handle: FlatParamHandle, output: Tensor | None, work: Waitable) -> None:
+    def _finish(self, handle: FlatParamHandle, output: Tensor, work: Waitable) -> None:
         work.wait()
-        if output is not None:
+        if self._keeps(handle):
             full = ScopeParams(handle.entries, handle.layout, self._to_host(output))
             self.full[handle] = full
             if not self.options.with_grads:
@@ -157,16 +155,14 @@ class FullParamsScope:
     def _gather_gradients(self, handle: FlatParamHandle) -> None:
         if not any(self.has_gradient.get(handle, ())):
             return
-        output = self._new_buffer(handle)
-        shard = gradient_shard(handle)
-        handle.shard.gather_into(output, shard, to_first=self.options.rank0_only).wait()
-        if output is not None:
+        output, shard = handle.shard.new_full(), gradient_shard(handle)
+        handle.shard.gather_into(output, shard).wait()
+        if self._keeps(handle):
             self.full[handle].show_gradients(self._to_host(output), self.has_gradient[handle])
 
-    def _new_buffer(self, handle: FlatParamHandle) -> Tensor | None:
-        """Return a buffer for full values on the device; None on a rank that gets no values."""
-        is_shown = not self.options.rank0_only or handle.shard_group.is_first
-        return handle.shard.new_full() if is_shown else None
+    def _keeps(self, handle: FlatParamHandle) -> bool:
+        """Return whether this rank keeps and shows full values."""
+        return not self.options.rank0_only or handle.shard_group.is_first
 
     def _to_host(self, values: Tensor) -> Tensor:
         if not self.options.offload_to_cpu:
@@ -287,7 +283,7 @@ class FullParamsScope:
         set_gradients(handle, shard, dropped)
 
     def _to_send(self, values: Tensor, handle: FlatParamHandle) -> Tensor:
-        # Only a scatter needs all values on the shard's device; otherwise a slice is copied.
+        # Only a broadcast needs all values on the shard's device; otherwise a slice is copied.
         return values.to(handle.shard.device) if self.options.rank0_only else values
 
     def _warn_of_new_gradients(self) -> None:

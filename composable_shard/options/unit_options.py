@@ -174,10 +174,10 @@ class StateDictOptions:
     Attributes:
         full_state_dict: Return whole plain tensors instead of FlatShards.
         cpu_offload: Return tensors in host memory.
-        rank0_only: With `full_state_dict`: True gathers each flat parameter to the first rank, and
-            the other ranks get an empty dict. False all-gathers: all ranks get the tensors.
+        rank0_only: With `full_state_dict`: True gives the first rank the tensors, and the other
+            ranks an empty dict. False gives all ranks the tensors.
         broadcast_from_rank0: For loading: only the first rank passes a dict, of whole tensors, the
-            others pass an empty one. Each rank is sent its own part, one unit at a time.
+            others pass an empty one. Each rank is sent one whole unit at a time.
         strict: Raise for names that are missing or unexpected; False ignores them.
         ignore_frozen_params: Leave parameters without `requires_grad` out of a model's state dict.
         init_optimizer_state: For reading: give an optimizer that has not stepped its state, as

@@ -47,19 +47,18 @@ def gather_full(
 ) -> Iterator[tuple[Shares, dict[int, Tensor]]]:
     """Gather shards; yield the full tensors of one handle after another.
 
-    One gather for each item, or one all-gather without `to_first`. Nothing is gathered where the
-    unsharded buffer already holds the main values. No rank holds more than one handle's full values
-    besides the result.
+    One all-gather for each item. Nothing is gathered where the unsharded buffer already holds the
+    main values. No rank holds more than one handle's full values besides the result.
 
     Args:
         shares: In the same order on all ranks.
-        to_first: Only the first rank receives.
+        to_first: Only the first rank keeps values.
         device: Of the result; None for the unit's device.
         dtype: Of floating-point tensors in the result; None keeps theirs.
 
     Yields:
         Each item with full tensors by index, each in its own memory; no tensors on ranks that do
-        not receive.
+        not keep them.
     """
     for each in shares:
         yield each, _gather(each, device, dtype, to_first=to_first)
@@ -69,8 +68,8 @@ def _gather(
     shares: Shares, device: torch.device | None, dtype: torch.dtype | None, *, to_first: bool
 ) -> dict[int, Tensor]:
     handle, layout, group = shares.handle, shares.handle.layout, shares.handle.shard_group
-    full = _full_buffer(handle, shares.shard, to_first=to_first)
-    if full is None or (to_first and not group.is_first):
+    full = _full_buffer(handle, shares.shard)
+    if to_first and not group.is_first:
         return {}
     keeps = not to_first or all(each.rank() == 0 for each in tensor_groups([handle]))
     found: dict[int, Tensor] = {}
@@ -85,8 +84,8 @@ def _gather(
     return found
 
 
-def _full_buffer(handle: FlatParamHandle, shard: Tensor | None, *, to_first: bool) -> Tensor | None:
-    """Return the full values of a shard, None for the handle's own; None if others receive."""
+def _full_buffer(handle: FlatParamHandle, shard: Tensor | None) -> Tensor:
+    """Return the full values of a shard, None for the handle's own."""
     if shard is None:
         handle.adopt_changes()
         shard = handle.local_shard
@@ -95,11 +94,9 @@ def _full_buffer(handle: FlatParamHandle, shard: Tensor | None, *, to_first: boo
             return handle.unsharded
     if not handle.is_sharded:
         return shard
-    full = None
-    if handle.shard_group.is_first or not to_first:
-        numel = handle.layout.padded_numel
-        full = torch.empty(numel, dtype=shard.dtype, device=handle.shard.device)
-    handle.shard.gather_into(full, shard, to_first=to_first).wait()
+    numel = handle.layout.padded_numel
+    full = torch.empty(numel, dtype=shard.dtype, device=handle.shard.device)
+    handle.shard.gather_into(full, shard).wait()
     return full
 
 
@@ -111,10 +108,10 @@ def scatter_full(
     *,
     groups: Sequence[dist.ProcessGroup] = (),
 ) -> Tensor:
-    """Scatter the first rank's full tensors; return this rank's shard, zero elsewhere.
+    """Send the first rank's full tensors; return this rank's shard of them, zero elsewhere.
 
-    One scatter of `layout.padded_numel` elements, one broadcast for each axis of replicas, and one
-    for each parameter and axis of tensor-parallel meshes.
+    One broadcast of `layout.padded_numel` elements for each process group, and one for each
+    parameter and axis of tensor-parallel meshes.
 
     Args:
         given: Full tensors by index; empty on all ranks but the first.

@@ -48,10 +48,10 @@ def get_model_state_dict(
 
     By default the values are FlatShards that share memory with the parameters, without
     communication. With `full_state_dict` they are whole plain tensors in new memory; with
-    `rank0_only`, on the first rank only. This takes one gather for each flat parameter, one after
-    another, so a device holds at most one flat parameter besides the result. Full values that a
-    strategy keeps, and that are current, are not gathered. Inside `unshard_params` the values are
-    the scope's.
+    `rank0_only`, on the first rank only. This takes one all-gather for each flat parameter, one
+    after another, so a device holds at most one flat parameter besides the result. Full values
+    that a strategy keeps, and that are current, are not gathered. Inside `unshard_params` the
+    values are the scope's.
 
     Args:
         model: A model, sharded or not.
@@ -133,7 +133,7 @@ def set_model_state_dict(
     The values are FlatShards of any layout, DTensors, or whole plain tensors that are the same on
     all ranks. Values with another sharding than the parameter's are gathered, one tensor at a time.
     With `broadcast_from_rank0` only the first rank passes a dict, of whole tensors. That takes one
-    scatter for each flat parameter, and one broadcast for each other tensor.
+    broadcast for each flat parameter and process group, and one for each other tensor.
 
     Args:
         model: A model with sharded units.

@@ -48,8 +48,8 @@ def get_optimizer_state_dict(
 
     The form is `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}`, as
     for a plain optimizer of the full model. State of a parameter's shape is a FlatShard that shares
-    memory with the optimizer's. With `full_state_dict` it is a whole plain tensor, for one gather
-    for each flat parameter and kind of state. Parameters without state are left out. One
+    memory with the optimizer's. With `full_state_dict` it is a whole plain tensor, for one
+    all-gather for each flat parameter and kind of state. Parameters without state are left out. One
     all-gather of 31 bytes for each process group compares the ranks.
 
     Args:

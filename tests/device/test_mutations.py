@@ -43,8 +43,6 @@ FOUND_BY = {
     "StreamCopies.is_done": "rounds_on_host",
     "Then.wait": "step_with_int8_gathers",
     "LocalShard.to_device": "writes_on_host",
-    "LocalShard._send_slices: collectives.scatter": "edits",
-    "LocalShard._send_slices: collectives.broadcast": "edits_with_replicas",
     "LocalShard.copy_to_replicas": "step_with_replicas",
     "FullValues._issue": "step",
     "FullValues.wait": "step",

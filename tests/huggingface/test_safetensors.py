@@ -344,7 +344,7 @@ def _sizes(model: nn.Module) -> tuple[int, int]:
 def test_saving_holds_one_unit_and_one_file_and_gathers_once(
     tmp_path: Path, world_size: int
 ) -> None:
-    """On the first rank; the others hold nothing. Every byte is sent once."""
+    """On the first rank; the others hold one unit. One all-gather for each."""
     model = _make_saved(make=Wide)
     shard_blocks(model)
     _, unit = _sizes(model)
@@ -352,11 +352,11 @@ def test_saving_holds_one_unit_and_one_file_and_gathers_once(
         save_safetensors(model, tmp_path, max_shard_size=2 * unit)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3
     # The unit, the next one or copies, and a file of two.
-    assert memory.peak <= (4 * unit if dist.get_rank() == 0 else 0) + 2048
+    assert memory.peak <= (4 if dist.get_rank() == 0 else 1) * unit + 2048
     assert memory.current <= 2048
-    assert log.count("gather") == len(get_handles(model))
-    assert log.nbytes("gather") == sum(h.layout.padded_numel * 4 for h in get_handles(model))
-    assert [e.nbytes for e in log.events if e.kind == "all_gather"] == [31 * world_size] * 2
+    sizes = [h.layout.padded_numel * 4 for h in get_handles(model)]
+    found = sorted(e.nbytes for e in log.events if e.kind == "all_gather")
+    assert found == sorted(sizes + [31 * world_size] * 2)
 
 
 @contextmanager

@@ -779,10 +779,10 @@ def test_running_out_of_memory_in_any_operation_of_opening(
 _COLLECTIVES: list[tuple[str, str, dict[str, bool], int]] = [
     ("open", "all_gather", {"with_grads": True}, 8),
     ("open", "all_gather", {"offload_to_cpu": True}, 4),
-    ("open", "gather", {"rank0_only": True, "with_grads": True}, 8),
+    ("open", "all_gather", {"rank0_only": True, "with_grads": True}, 8),
     ("open", "all_reduce", {"with_grads": True}, 1),
     ("close", "all_reduce", {}, 1),
-    ("close", "scatter", {"rank0_only": True, "with_grads": True}, 8),
+    ("close", "broadcast", {"rank0_only": True, "with_grads": True}, 8),
 ]
 
 
@@ -833,7 +833,7 @@ def test_an_error_on_one_rank_reaches_the_other_within_the_timeout(phase: str) -
     scope = unshard_params(model, rank0_only=phase == "close")
     if phase == "close":
         scope.__enter__()
-    name = "all_gather" if phase == "open" else "scatter"
+    name = "all_gather" if phase == "open" else "broadcast"
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
             patch.setattr(collectives, name, _FailingCollective(None, 1, in_wait=False))

@@ -317,7 +317,7 @@ def test_several_optimizers_share_one_dict() -> None:
 
 @distributed(2)
 def test_full_state_takes_one_gather_per_flat_parameter_and_kind() -> None:
-    """And scatters likewise; sharded state takes a message of 31 bytes alone."""
+    """And broadcasts likewise; sharded state takes a message of 31 bytes alone."""
     model = Net()
     shard_blocks(model)
     optimizer = optim.AdamW(model.parameters())
@@ -326,10 +326,10 @@ def test_full_state_takes_one_gather_per_flat_parameter_and_kind() -> None:
     num_handles = len(get_handles(model))
     with count_collectives() as log:
         saved = get_optimizer_state_dict(model, optimizer, options=FULL)
-    assert log.count("gather") == 2 * num_handles
+    assert log.count("all_gather") == 2 * num_handles
     with count_collectives() as log:
         set_optimizer_state_dict(model, optimizer, saved, options=FROM_RANK0)
-    assert log.count("scatter") == 2 * num_handles
+    assert log.count("broadcast") == 2 * num_handles
     with count_collectives() as log:
         get_optimizer_state_dict(model, optimizer)
     assert {event.kind for event in log.events} == {"all_gather"}
