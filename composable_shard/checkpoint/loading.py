@@ -192,18 +192,15 @@ def _change(
             for each in optimizers.values()
         ]
 
-    def fill() -> None:
-        staged.fill(reader)
-        for each in optimizers.values():
-            each.fill(reader)
-
     with group.agreed(), _half_loaded(reader.folder):
         # Code of users runs before the rest is read.
         for write, state in [*objects, *staged.extra_changes()]:
             write(state)
         for load in load_optimizers:
             load()
-        reader.read_again(fill)
+        staged.fill(reader)
+        for each in optimizers.values():
+            each.fill(reader)
     if staged.meta is None:
         with group.agreed(), _half_loaded(reader.folder):
             staged.apply()

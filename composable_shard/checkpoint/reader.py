@@ -4,10 +4,9 @@
 A load that kept everything until all of it is verified would need memory for a second copy of this
 rank's part of the run. So the first pass verifies all bytes and keeps only values without memory in
 the run (the state of an optimizer that has taken no step). When all ranks agree that everything
-fits, a second pass reads the other values into their places, from the same open files. It verifies
-a file again only if the file's size or times have changed. A load can stop in the middle only if a
-file can't be read a second time. A model or optimizer that runs its own code in a load must see all
-values, so the first pass keeps them.
+fits, a second pass reads the other values into their places, from the same open files, and verifies
+them again. A load can stop in the middle only if a file can't be read a second time. A model or
+optimizer that runs its own code in a load must see all values, so the first pass keeps them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import errno
 import operator
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -69,14 +68,6 @@ def read_bytes(path: Path) -> bytes:
     """Return the content of a file, which must be no link."""
     with os.fdopen(open_to_read(path), "rb") as file:
         return file.read()
-
-
-_OpenFile = tuple[Path, int, tuple[int, ...]]  # path, descriptor, size and times when opened
-
-
-def _last_change(descriptor: int) -> tuple[int, ...]:
-    found = os.fstat(descriptor)
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def list_checkpoints(path: Path) -> list[tuple[int, int, Path]]:
@@ -140,8 +131,7 @@ class CheckpointReader:
         """Read the metadata, unless the caller has done so."""
         self.folder = folder
         self.nbytes_read = 0  # bytes read from data files so far
-        self._files: dict[str, _OpenFile] = {}
-        self._is_verified = False
+        self._files: dict[str, int] = {}  # descriptors by name
         self._buffer = bytearray()
         path = folder / METADATA
         if metadata_text is None:
@@ -154,7 +144,7 @@ class CheckpointReader:
 
     def __exit__(self, *_: object) -> None:
         while self._files:
-            os.close(self._files.popitem()[1][1])
+            os.close(self._files.popitem()[1])
 
     def check_files(self) -> None:
         """Check that all data files exist and have the right length."""
@@ -186,17 +176,6 @@ class CheckpointReader:
     def verify(self, name: str, region: Region) -> None:
         """Verify the bytes that `read` would read, without keeping them."""
         self._read_region(name, region, None)
-
-    def read_again(self, fill: Callable[[], None]) -> None:
-        """Call a function that reads verified bytes a second time. [Note: Two passes]"""
-        self._is_verified = self._is_unchanged()
-        fill()
-        if self._is_verified and not self._is_unchanged():
-            self._is_verified = False
-            fill()
-
-    def _is_unchanged(self) -> bool:
-        return all(_last_change(each) == known for _, each, known in self._files.values())
 
     def read_into(self, name: str, place: Tensor) -> None:
         """Read this rank's elements into a tensor of any kind, dtype and device.
@@ -293,32 +272,23 @@ class CheckpointReader:
             if part is not None:
                 part[:] = chunks[from_ - low : to - low]
 
-    def _open(self, name: str) -> _OpenFile:
-        found = self._files.get(name)
-        if found is None:
-            path = self.folder / name
-            with reading(path):
-                descriptor = open_to_read(path)
-                found = self._files[name] = path, descriptor, _last_change(descriptor)
-        return found
-
     def _read_chunks(self, piece: Piece, number: int, output: memoryview) -> None:
         """Read consecutive whole chunks, starting at chunk `first`, and verify them."""
-        path, descriptor, _ = self._open(piece.file)
+        path = self.folder / piece.file
         chunk_nbytes = self.metadata.chunk_nbytes
         position = piece.offset + number * chunk_nbytes
         filled = 0
         with reading(path):
+            if piece.file not in self._files:
+                self._files[piece.file] = open_to_read(path)
             while filled < len(output):
-                count = os.preadv(descriptor, [output[filled:]], position + filled)
+                count = os.preadv(self._files[piece.file], [output[filled:]], position + filled)
                 if not count:
                     break
                 filled += count
         self.nbytes_read += filled
         if filled < len(output):
             raise ValueError(f"{path} is damaged: it ends at byte {position + filled}")
-        if self._is_verified:
-            return
         found = checksums(output, chunk_nbytes)
         saved = piece.checksums[number : number + len(found)]
         for index, is_same in enumerate(map(operator.eq, found, saved)):

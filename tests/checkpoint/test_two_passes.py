@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from composable_shard import (
     save_checkpoint,
     unshard,
 )
-from composable_shard.checkpoint.file_format import checksums
 from composable_shard.checkpoint.reader import CheckpointReader
 from composable_shard.state_dict import prepare_load
 from tests.harness.helpers import assert_equal, distributed, peak_bytes
@@ -129,56 +127,26 @@ def test_a_model_that_shows_full_parameters_is_refused_before_anything_changes(
         assert_equal(value, other)
 
 
-@pytest.mark.parametrize("event", ["none", "touched", "written before", "written meanwhile"])
 @distributed(2)
-def test_only_a_file_that_has_changed_is_verified_twice(event: str, tmp_path: Path) -> None:
-    """Damage between the passes, and in the second one where it has read already, is found."""
+def test_the_second_pass_is_verified_too(tmp_path: Path) -> None:
+    """Damage between the passes is found."""
     model, optimizer = _trained(0, granularity="row")
     folder = save_checkpoint(tmp_path, model, optimizer, step=1)
-    saved = [each.clone() for each in _places(model, optimizer)]
     model, optimizer = _trained(1, granularity="row")
     assert isinstance(folder, Path)
-    rank = dist.get_rank()
-    file = folder / f"rank_{rank}_of_2.safetensors"
-    read_into, calls, sums = CheckpointReader.read_into, [], []
+    file = folder / f"rank_{dist.get_rank()}_of_2.safetensors"
 
-    def read(reader: CheckpointReader, name: str, place: Tensor) -> None:
-        is_damaged = not calls and rank == 0 and event.startswith("written")
-        calls.append(name)
-        if event == "written meanwhile":
-            read_into(reader, name, place)
-        if is_damaged:
+    def damage(*args: Any, **options: Any) -> Any:
+        if dist.get_rank() == 0:
             data = bytearray(file.read_bytes())
-            data[reader.metadata.tensors[name].pieces[0].offset] ^= 1
+            data[8 + int.from_bytes(data[:8], "little")] ^= 1
             file.write_bytes(data)
-        if event != "written meanwhile":
-            read_into(reader, name, place)
-
-    def prepare(*args: Any, **options: Any) -> Any:
-        sums.append(0)
-        if event == "touched":
-            os.utime(file)
         return prepare_load(*args, **options)
 
-    def count(*args: Any) -> list[int]:
-        found = checksums(*args)
-        sums[-1:] = [sums[-1] + len(found)] if sums else [len(found)]
-        return found
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointReader, "read_into", read)
-        patch.setattr("composable_shard.checkpoint.loading.prepare_load", prepare)
-        patch.setattr("composable_shard.checkpoint.reader.checksums", count)
-        if event.startswith("written"):
-            with pytest.raises(RuntimeError, match=r"cut off in the middle: .*their checksum"):
-                load_checkpoint(tmp_path, model, optimizer)
-            return
-        load_checkpoint(tmp_path, model, optimizer)
-    first, second = sums
-    assert first > 0
-    assert (second > 0) == (event == "touched")
-    for value, other in zip(_places(model, optimizer), saved, strict=True):
-        assert_equal(value, other)
+        patch.setattr("composable_shard.checkpoint.loading.prepare_load", damage)
+        with pytest.raises(RuntimeError, match=r"cut off in the middle: .*their checksum"):
+            load_checkpoint(tmp_path, model, optimizer)
 
 
 @pytest.mark.parametrize("failing", [1, 5])
