@@ -167,14 +167,9 @@ class ShardGroup:
         return position
 
     @property
-    def is_first_replica(self) -> bool:
-        """Whether this rank's shard is the first of its copies."""
-        return all(group.rank() == 0 for group in self.replicate_groups)
-
-    @property
     def is_first(self) -> bool:
         """Whether this rank is the first of all data-parallel ranks."""
-        return self.rank == 0 and self.is_first_replica
+        return self.rank == 0 and all(group.rank() == 0 for group in self.replicate_groups)
 
     @property
     def name(self) -> str:
