@@ -138,7 +138,7 @@ def settle(group: dist.ProcessGroup) -> None:
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 MAX_SMALL_NBYTES = 4096
 
-_COMBINE: dict[dist.ReduceOp.RedOpType, Callable[[Tensor, Tensor], Tensor]] = {
+_COMBINE: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
     dist.ReduceOp.SUM: torch.add,
     dist.ReduceOp.PRODUCT: torch.mul,
     dist.ReduceOp.MAX: torch.maximum,
@@ -192,7 +192,7 @@ class MessageGroup:
                 first = first.float()  # [Note: Low-precision sums]
             for term in further[:-1]:
                 first = _COMBINE[op](first, term)
-            _ = own.copy_(_COMBINE[op](first, further[-1]))
+            _COMBINE[op](first, further[-1], out=own)
 
         return Then([works], combine)
 
