@@ -385,14 +385,15 @@ def test_assigned_values_are_gathered_anew() -> None:
 @pytest.mark.parametrize("layout", list(_LAYOUTS))
 @distributed(2, on_device=True)
 def test_first_rank_alone_has_the_dict(layout: str) -> None:
-    """Others pass none; one broadcast for each flat parameter that is shared."""
+    """Others pass none; one broadcast for each flat parameter and each other tensor."""
     model = seeded(Buffered, seed=1)
     _LAYOUTS[layout](model)
     given = seeded(Buffered).state_dict() if dist.get_rank() == 0 else {}
     with count_collectives() as log:
         set_model_state_dict(model, given, options=FROM_RANK0)
-    handles = get_handles(model)
-    assert log.count("broadcast") == len([handle for handle in handles if handle.is_sharded])
+    values = model.state_dict().values()
+    others = [each for each in values if type(each) is Tensor]
+    assert log.count("broadcast") == len(get_handles(model)) + len(others)
     assert_holds(model.state_dict(), seeded(Buffered))
 
 
