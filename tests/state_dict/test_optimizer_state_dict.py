@@ -326,7 +326,8 @@ def test_full_state_takes_one_gather_per_flat_parameter_and_kind() -> None:
     num_handles = len(get_handles(model))
     with count_collectives() as log:
         saved = get_optimizer_state_dict(model, optimizer, options=FULL)
-    assert log.count("all_gather") == 2 * num_handles
+    large = [event for event in log.events if event.nbytes > 100]  # without messages
+    assert [event.kind for event in large] == ["all_gather"] * 2 * num_handles
     with count_collectives() as log:
         set_optimizer_state_dict(model, optimizer, saved, options=FROM_RANK0)
     assert log.count("broadcast") == 2 * num_handles
