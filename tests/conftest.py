@@ -31,6 +31,7 @@ NUM_DEVICE_CASES = 1
 # tests.
 SLOW_FILES = (
     "test_ecosystem",
+    "test_install",
     "test_lightning",
     "test_lockstep",
     "test_tutorials",

@@ -1,13 +1,8 @@
-"""Tools that train, with sharded models: accelerate, Trainer, TRL; beside their DDP and FSDP2."""
+"""Tools that train, with models that are sharded before: accelerate, Trainer, TRL, peft."""
 
 from __future__ import annotations
 
 import copy
-import importlib
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as torch_state_dict
-from torch.distributed.tensor import DTensor
 
-from composable_shard import fsdp2, fully_shard, is_sharded, shard_model
+from composable_shard import fully_shard, is_sharded, shard_model
 from composable_shard.huggingface import TrainerMixin, iter_merged_params, keep_unwrapped
 from tests.ecosystem.programs import (
     as_torchrun_starts,
@@ -29,35 +22,17 @@ from tests.ecosystem.programs import (
     values_of,
     words,
 )
+from tests.ecosystem.tools import (
+    DTYPES,
+    TOLERANCES,
+    dtypes_of,
+    keep_predictions,
+    logged,
+    make_accelerator,
+    train_by_trl,
+    train_with,
+)
 from tests.harness.helpers import assert_equal, distributed
-
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-TOLERANCES = {"no": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
-
-
-def make_accelerator(precision: str = "no", **options: Any) -> Any:
-    """Return an Accelerator of the CPU; of fp16, which it refuses there, with a scaler."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which the last one with a plugin has set
-    found = Accelerator(
-        cpu=True, mixed_precision="no" if precision == "fp16" else precision, **options
-    )
-    if precision == "fp16":
-        AcceleratorState._shared_state["_mixed_precision"] = "fp16"
-        found.native_amp, found.scaler = True, torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    return found
-
-
-def dtypes_of(model: nn.Module) -> list[torch.dtype]:
-    """Return a list that gets the dtype in which a layer computes."""
-    seen: list[torch.dtype] = []
-    layer: Any = model.get_submodule("model.layers.0.mlp.down_proj")
-    layer.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    return seen
 
 
 def train_prepared(accelerator: Any, model: nn.Module, precision: str) -> tuple[list[Any], Any]:
@@ -138,36 +113,7 @@ def test_accelerate_saves_a_whole_model_and_refuses_state(tmp_path: Path) -> Non
 # --- Trainer ---
 
 
-def train_with(kind: type, model: Any, folder: Path, resume: Any = None, **options: Any) -> Any:
-    """Train six steps of a Trainer, saving all two; return it."""
-    from transformers import TrainingArguments
-
-    make_accelerator()
-    samples = [{"input_ids": row, "labels": row} for step in range(12) for row in words(step, 0)]
-    chosen = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_steps": 2,
-        "seed": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    arguments = TrainingArguments(str(folder), **chosen | options)
-    trainer = kind(model, arguments, train_dataset=samples, eval_dataset=samples[:4])
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
-
-
-def logged(trainer: Any) -> dict[str, list[float]]:
-    """Return losses and norms that a Trainer has logged, by name."""
-    names = ("loss", "grad_norm", "eval_loss")
-    history = trainer.state.log_history
-    return {name: [entry[name] for entry in history if name in entry] for name in names}
+# --- Trainer ---
 
 
 @needs("accelerate", "transformers")
@@ -271,67 +217,6 @@ def test_seq2seq_trainer_generates(tmp_path: Path) -> None:
         torch.testing.assert_close(results[1], results[0], rtol=0, atol=2e-3)
 
 
-def keep_predictions(written: list[Any], found: Any) -> dict[str, float]:
-    """Keep what a model wrote, as a metric."""
-    written.append(found.predictions)
-    return {}
-
-
-def make_tokenizer() -> Any:
-    """Return a tokenizer of words "w0" to "w31", without a download."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {f"w{index}": index for index in range(32)}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="w0", eos_token="w1", bos_token="w2", unk_token="w0"
-    )
-
-
-def train_by_trl(name: str, kind: Any, folder: Path, shard: Any = lambda model: model) -> Any:
-    """Train four steps, of DPO with a second model; return the trainer."""
-    import trl
-    from datasets import Dataset
-
-    rows = [
-        " ".join(f"w{index}" for index in row.tolist())
-        for step in range(12)
-        for row in words(step, 0)
-    ]
-    content = {"text": rows}
-    if name == "DPO":
-        content = {"prompt": [row[:8] for row in rows], "chosen": rows, "rejected": rows[::-1]}
-    make_accelerator()
-    models = [shard(make_llama()) for _ in range(2 if name == "DPO" else 1)]
-    arguments = getattr(trl, f"{name}Config")(
-        str(folder),
-        max_steps=4,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        bf16=True,
-        gradient_checkpointing=False,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy="no",
-    )
-    others = {"ref_model": models[1]} if name == "DPO" else {}
-    trainer = kind(
-        model=models[0],
-        args=arguments,
-        train_dataset=Dataset.from_dict(content),
-        processing_class=make_tokenizer(),
-        **others,
-    )
-    seen = dtypes_of(models[0])
-    trainer.train()
-    assert set(seen) == {torch.bfloat16}
-    return trainer
-
-
 @needs("trl")
 @pytest.mark.parametrize("name", ["SFT", "DPO"])
 @distributed(2)
@@ -348,165 +233,6 @@ def test_trl_trains(name: str, tmp_path: Path) -> None:
 
 
 # --- By one line: `composable_shard.fsdp2.install()` ---
-
-
-@contextmanager
-def installed() -> Iterator[None]:
-    """Call `install()`, and put back at the end what it replaces."""
-    homes = [torch.distributed.fsdp, torch_state_dict]
-    names = [vars(home).get(name) for home in homes for name in fsdp2.__all__]
-    tools = importlib.import_module("accelerate.utils.fsdp_utils")
-    names.append(tools.fsdp2_load_full_state_dict)
-    torchs = {id(found) for found in names if found is not None}
-    before = [
-        (module, name, value)
-        for module in [*sys.modules.values()]
-        if module is not None
-        for name, value in [*vars(module).items()]
-        if id(value) in torchs
-    ]
-    fsdp2.install()
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
-
-def accelerate_with_fsdp2(precision: str, state: str, is_lazy: bool) -> Any:
-    """Return an Accelerator that shards by FSDP2, which accelerate leaves to accelerators."""
-    from accelerate import FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        state_dict_type=state,
-        cpu_ram_efficient_loading=is_lazy,
-    )
-    found = make_accelerator(precision, fsdp_plugin=plugin, gradient_accumulation_steps=2)
-    if precision != "no":
-        plugin.set_mixed_precision(precision)
-    for each in (AcceleratorState, PartialState):
-        each._shared_state["distributed_type"] = DistributedType.FSDP
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
-    return found
-
-
-def train_by_plugin(accelerator: Any, folder: Path) -> tuple[list[float], Any]:
-    """Train, save, train, load, train again: the last two tell the same."""
-    model = make_llama()
-    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    told: list[float] = []
-
-    def take_step(step: int) -> None:
-        for number in range(2):
-            with accelerator.accumulate(prepared):
-                batch = words(2 * step + number)
-                loss = prepared(input_ids=batch, labels=batch).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    norm = accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
-                    told.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
-                optimizer.step()
-                optimizer.zero_grad()
-            told.append(loss.item())
-
-    for step in range(3):
-        take_step(step)
-    accelerator.save_state(str(folder))
-    take_step(3)
-    accelerator.load_state(str(folder))
-    take_step(3)
-    assert told[-3:] == told[-6:-3]
-    whole = accelerator.get_state_dict(prepared)
-    assert {name: value.shape for name, value in whole.items()} == (
-        {name: value.shape for name, value in make_llama().state_dict().items()}
-        if dist.get_rank() == 0
-        else {}
-    )
-    accelerator.save_model(prepared, str(folder / "model"))
-    return told, prepared
-
-
-@needs("accelerate", "transformers")
-@pytest.mark.parametrize(
-    ("precision", "state", "is_lazy"),
-    [
-        ("no", "FULL_STATE_DICT", False),
-        ("no", "SHARDED_STATE_DICT", True),
-        ("bf16", "FULL_STATE_DICT", True),
-    ],
-)
-@distributed(2)
-def test_accelerates_fsdp2_plugin_shards_by_this_library(
-    precision: str, state: str, is_lazy: bool, tmp_path: Path
-) -> None:
-    """Prepare, clip, accumulate, save and load state, save the model: as with torch's FSDP2."""
-    with as_torchrun_starts():
-        accelerator = accelerate_with_fsdp2(precision, state, is_lazy)
-        expected, plain = train_by_plugin(accelerator, tmp_path / "theirs")
-        assert not is_sharded(plain)
-        with installed():
-            accelerator = accelerate_with_fsdp2(precision, state, is_lazy)
-            found, model = train_by_plugin(accelerator, tmp_path / "ours")
-        assert is_sharded(model)
-        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCES[precision])
-
-
-class ByPlugin:
-    """A Trainer whose `fsdp=` also shards on the CPU."""
-
-    def create_accelerator_and_postprocess(self: Any) -> None:
-        """Make the accelerator."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc] # Trainer's
-        self.accelerator = accelerate_with_fsdp2("bf16", "FULL_STATE_DICT", False)
-        self.accelerator.gradient_accumulation_steps = 1
-        self.gather_function = self.accelerator.gather_for_metrics
-        self.is_fsdp_enabled = True
-
-
-@needs("accelerate", "transformers")
-@distributed(2)
-def test_trainers_fsdp_option_shards_by_this_library(tmp_path: Path) -> None:
-    """Losses, checkpoints and resuming of a Trainer that knows nothing of it; smoothed labels."""
-    from transformers import Trainer
-
-    kind = type("Plugged", (ByPlugin, Trainer), {})
-    with as_torchrun_starts():
-        theirs = train_with(kind, make_llama(), tmp_path / "theirs", label_smoothing_factor=0.1)
-        with installed():
-            options = {"label_smoothing_factor": 0.1}
-            ours = train_with(kind, make_llama(), tmp_path / "ours", **options)
-            assert is_sharded(ours.model)
-            assert isinstance(ours.model, torch.distributed.fsdp.FSDPModule)
-            middle = str(tmp_path / "ours" / "checkpoint-4")
-            later = train_with(kind, make_llama(), tmp_path / "again", middle, **options)
-        # One unit of bf16 at most: the smoothed loss of an evaluation is computed in it.
-        torch.testing.assert_close(logged(ours), logged(theirs), rtol=0, atol=2e-2)
-        assert logged(later) == logged(ours)
-        torch.testing.assert_close(values_of(later.model), values_of(ours.model), rtol=0, atol=0)
-
-
-@needs("trl")
-@pytest.mark.parametrize("name", ["SFT", "DPO"])
-@distributed(2)
-def test_trl_shards_by_this_library(name: str, tmp_path: Path) -> None:
-    """TRL's trainers with FSDP2's plugin: its losses; the second model of DPO is sharded too."""
-    import trl
-
-    kind = type("Plugged", (ByPlugin, getattr(trl, f"{name}Trainer")), {})
-    with as_torchrun_starts():
-        theirs = train_by_trl(name, kind, tmp_path / "theirs")
-        with installed():
-            ours = train_by_trl(name, kind, tmp_path / "ours")
-        assert all(is_sharded(getattr(ours, each, ours.model)) for each in ("model", "ref_model"))
-        torch.testing.assert_close(logged(ours), logged(theirs), rtol=0, atol=5e-3)
-
-
-# --- peft: weights for an engine ---
 
 
 @needs("peft", "transformers")
