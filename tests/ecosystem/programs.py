@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard import (
     Block,
@@ -41,7 +40,7 @@ from composable_shard import (
     shard_model,
     unshard_params,
 )
-from composable_shard.huggingface import TrainerMixin, keep_unwrapped, save_pretrained
+from composable_shard.huggingface import save_pretrained
 from composable_shard.optim import with_local_state
 from composable_shard.planning import transformer_blocks
 from tests.harness.helpers import run_ranks, shut_down_workers
@@ -128,91 +127,11 @@ def train_alike(model: Any, plain: Any, optimizers: list[torch.optim.Optimizer])
     assert_alike(values_of(model), dict(plain.state_dict()))
 
 
-def run_trainer() -> None:
-    """Trainer: beside its DDP, saved, loaded by from_pretrained, resumed; LoRA resumed, too."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-    class Sharded(TrainerMixin, Trainer):
-        pass
-
-    samples = [{"input_ids": row, "labels": row} for step in range(12) for row in words(step, 0)]
-    folder = shared_folder()
-
-    def train(kind: type, model: Any, name: str, resume: Any = None) -> list[float]:
-        args = TrainingArguments(
-            str(folder / name),
-            use_cpu=True,
-            max_steps=6,
-            per_device_train_batch_size=2,
-            learning_rate=1e-2,
-            logging_steps=1,
-            save_steps=3,
-            report_to=[],
-            disable_tqdm=True,
-            gradient_accumulation_steps=2,
-            seed=1,
-        )
-        trainer = kind(model, args, train_dataset=samples)
-        trainer.train(resume_from_checkpoint=resume)
-        assert isinstance(trainer.model_wrapped, DistributedDataParallel) == (kind is Trainer)
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-    plain, sharded = make_llama(), shard_llama(make_llama())
-    expected = train(Trainer, plain, "plain")
-    found = train(Sharded, sharded, "sharded")
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    assert_alike(values_of(sharded), dict(plain.state_dict()))
-    saved = AutoModelForCausalLM.from_pretrained(folder / "sharded" / "checkpoint-6")
-    assert_alike(dict(saved.state_dict()), values_of(sharded))
-    again = shard_llama(make_llama())
-    path = str(folder / "sharded" / "checkpoint-3")
-    assert train(Sharded, again, "resumed", path)[-3:] == found[-3:]
-    assert_alike(values_of(again), values_of(sharded))
-    adapted = []
-    for name, resume in (("lora", None), ("lora again", folder / "lora" / "checkpoint-3")):
-        torch.manual_seed(1)
-        model = get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
-        shard_model(model, transformer_blocks(model))
-        losses = train(Sharded, model, name, None if resume is None else str(resume))
-        adapted.append((losses[-3:], values_of(model)))
-    torch.testing.assert_close(adapted[1], adapted[0], rtol=0, atol=0)
-
-
 def shared_folder() -> Path:
     """Return a new directory that all ranks see."""
     found = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     return Path(str(found[0]))
-
-
-def run_accelerate() -> None:
-    """A loop of accelerate: beside its DDP, with accumulation and clipping."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    results = []
-    for model in (make_llama(), keep_unwrapped(shard_llama(make_llama()), accelerator)):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        prepared, optimizer = accelerator.prepare(model, optimizer)
-        assert (prepared is model) == (
-            model is not prepared.module if hasattr(prepared, "module") else True
-        )
-        losses = []
-        for step in range(6):
-            with accelerator.accumulate(prepared):
-                loss = prepared(input_ids=words(step), labels=words(step)).loss
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(prepared.parameters(), 0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-            losses.append(loss.detach())
-        results.append(
-            (losses, values_of(model) if prepared is model else dict(model.state_dict()))
-        )
-    torch.testing.assert_close(results[1][0], results[0][0], rtol=0, atol=1e-5)
-    assert_alike(results[1][1], results[0][1])
 
 
 def run_lightning() -> None:
@@ -561,8 +480,6 @@ def run_qlora() -> None:
 
 
 RUNS = {
-    "trainer": run_trainer,
-    "accelerate": run_accelerate,
     "lightning": run_lightning,
     "peft": run_peft,
     "qlora": run_qlora,

@@ -5,30 +5,40 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
-from composable_shard import fsdp2
+from composable_shard import fsdp2, shard_model
+from composable_shard.huggingface import TrainerMixin
+from composable_shard.planning import transformer_blocks
 from tests.ecosystem.programs import make_llama, words
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCES = {"no": 1e-5, "bf16": 2e-3, "fp16": 2e-3}
 
 
-def make_accelerator(precision: str = "no", **options: Any) -> Any:
-    """Return an Accelerator of the CPU; of fp16, which it refuses there, with a scaler."""
-    from accelerate import Accelerator
+def forget_accelerators() -> None:
+    """Let the next Accelerator be made as in a new process."""
     from accelerate.state import AcceleratorState, GradientState
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_FSDP", None)  # which the last one with a plugin has set
+
+
+def make_accelerator(precision: str = "no", **options: Any) -> Any:
+    """Return an Accelerator of the CPU; of fp16, which it refuses there, with a scaler."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    forget_accelerators()
     found = Accelerator(
         cpu=True, mixed_precision="no" if precision == "fp16" else precision, **options
     )
@@ -46,11 +56,13 @@ def dtypes_of(model: nn.Module) -> list[torch.dtype]:
     return seen
 
 
-def train_with(kind: type, model: Any, folder: Path, resume: Any = None, **options: Any) -> Any:
+def train_with(
+    kind: Any, model: Any, folder: Path, resume: Any = None, callbacks: Any = (), **options: Any
+) -> Any:
     """Train six steps of a Trainer, saving all two; return it."""
     from transformers import TrainingArguments
 
-    make_accelerator()
+    forget_accelerators()
     samples = [{"input_ids": row, "labels": row} for step in range(12) for row in words(step, 0)]
     chosen = {
         "max_steps": 6,
@@ -66,7 +78,8 @@ def train_with(kind: type, model: Any, folder: Path, resume: Any = None, **optio
         "use_cpu": True,
     }
     arguments = TrainingArguments(str(folder), **chosen | options)
-    trainer = kind(model, arguments, train_dataset=samples, eval_dataset=samples[:4])
+    more = {"train_dataset": samples, "eval_dataset": samples[:4], "callbacks": [*callbacks]}
+    trainer = kind(model, arguments, **more)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -97,7 +110,9 @@ def make_tokenizer() -> Any:
     )
 
 
-def train_by_trl(name: str, kind: Any, folder: Path, shard: Any = lambda model: model) -> Any:
+def train_by_trl(
+    name: str, kind: Any, folder: Path, shard: Any = lambda model: model, **options: Any
+) -> Any:
     """Train four steps, of DPO with a second model; return the trainer."""
     import trl
     from datasets import Dataset
@@ -110,7 +125,7 @@ def train_by_trl(name: str, kind: Any, folder: Path, shard: Any = lambda model: 
     content = {"text": rows}
     if name == "DPO":
         content = {"prompt": [row[:8] for row in rows], "chosen": rows, "rejected": rows[::-1]}
-    make_accelerator()
+    forget_accelerators()
     models = [shard(make_llama()) for _ in range(2 if name == "DPO" else 1)]
     arguments = getattr(trl, f"{name}Config")(
         str(folder),
@@ -124,6 +139,7 @@ def train_by_trl(name: str, kind: Any, folder: Path, shard: Any = lambda model: 
         disable_tqdm=True,
         use_cpu=True,
         save_strategy="no",
+        **options,
     )
     others = {"ref_model": models[1]} if name == "DPO" else {}
     trainer = kind(
@@ -162,11 +178,36 @@ def installed() -> Iterator[None]:
             setattr(module, name, value)
 
 
-def accelerate_with_fsdp2(precision: str, state: str, is_lazy: bool) -> Any:
-    """Return an Accelerator that shards by FSDP2, which accelerate leaves to accelerators."""
-    from accelerate import FullyShardedDataParallelPlugin
+@contextmanager
+def shards_on_cpu(reduce_dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Let accelerate shard on the CPU too, where it takes DDP; in another dtype than its own."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
+
+    make_state = AcceleratorState.__init__
+
+    def make_sharding(self: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        make_state(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+                if reduce_dtype is not None:
+                    policy = replace(fsdp_plugin.mixed_precision_policy, reduce_dtype=reduce_dtype)
+                    fsdp_plugin.mixed_precision_policy = policy
+            self.fsdp_plugin, self.distributed_type = fsdp_plugin, DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    with patch.object(AcceleratorState, "__init__", make_sharding), patch.dict(os.environ):
+        yield
+
+
+# For `TrainingArguments`: FSDP2, with the layers that the model names as units.
+BY_FSDP2 = {"fsdp": True, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+
+
+def accelerate_with_fsdp2(precision: str, state: str, is_lazy: bool) -> Any:
+    """Return an Accelerator that shards by FSDP2."""
+    from accelerate import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -176,21 +217,30 @@ def accelerate_with_fsdp2(precision: str, state: str, is_lazy: bool) -> Any:
         cpu_ram_efficient_loading=is_lazy,
     )
     found = make_accelerator(precision, fsdp_plugin=plugin, gradient_accumulation_steps=2)
-    if precision != "no":
+    if precision == "fp16":
         plugin.set_mixed_precision(precision)
-    for each in (AcceleratorState, PartialState):
-        each._shared_state["distributed_type"] = DistributedType.FSDP
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
     return found
 
 
-class ByPlugin:
-    """A Trainer whose `fsdp=` also shards on the CPU."""
+WAYS = ("TrainerMixin", "install")
 
-    def create_accelerator_and_postprocess(self: Any) -> None:
-        """Make the accelerator."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc] # Trainer's
-        self.accelerator = accelerate_with_fsdp2("bf16", "FULL_STATE_DICT", False)
-        self.accelerator.gradient_accumulation_steps = 1
-        self.gather_function = self.accelerator.gather_for_metrics
-        self.is_fsdp_enabled = True
+
+def sides(way: str, kind: Any) -> Iterator[tuple[Any, Callable[[Any], Any], dict[str, Any]]]:
+    """Yield a Trainer as it shards or replicates by itself, then with this library, on one way.
+
+    Each is a class, a function that shards a model if the script has to, and options.
+    """
+    if way == "TrainerMixin":
+        yield kind, lambda model: model, {}
+        yield type("Sharded", (TrainerMixin, kind), {}), shard_by_blocks, {}
+        return
+    with shards_on_cpu(torch.float32):
+        yield kind, lambda model: model, BY_FSDP2
+        with installed():
+            yield kind, lambda model: model, BY_FSDP2
+
+
+def shard_by_blocks(model: Any) -> Any:
+    """Shard a model of transformers or peft."""
+    shard_model(model, transformer_blocks(model))
+    return model
