@@ -111,10 +111,9 @@ class TrainerMixin:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model as Trainer does; called on all ranks."""
         state = _get_whole(self.model)
-        if not self.args.should_save:
-            return
-        self._save(output_dir, state_dict=state)
-        if self.args.push_to_hub and not _internal_call:
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:  # on all ranks: it saves once more
             trainer: Any = self
             trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
