@@ -32,14 +32,16 @@ class ForwardMethod:
     Args:
         module: The module.
         name: Name of the method.
-        given: The method, if it is an attribute of the module itself; None: its class has it.
+        given: The method, if it is an attribute of the module itself; None: its class has it, or
+            passes it on.
     """
 
     def __init__(self, module: nn.Module, name: str, given: Callable[..., Any] | None) -> None:
         self._module = weakref.ref(module)
         self._name = name
         self._given = given
-        functools.update_wrapper(self, given or getattr(type(module), name), updated=())
+        documented = given or getattr(type(module), name, None) or _passed_on(module, name)
+        functools.update_wrapper(self, documented, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the method in the place of the module's forward."""
@@ -55,7 +57,7 @@ class ForwardMethod:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             restore()
-            method = self._given or getattr(type(module), self._name).__get__(module)
+            method = self._given or _passed_on(module, self._name)
             return method(*args, **kwargs)
 
         attributes[_FORWARD] = run
@@ -74,6 +76,12 @@ class ForwardMethod:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ForwardMethod, (self._module(), self._name, self._given)
+
+
+def _passed_on(module: nn.Module, name: str) -> Any:
+    """Return the method that the module's class has, or passes on, as a compiled module does."""
+    of_class = getattr(type(module), name, None)
+    return module.__getattr__(name) if of_class is None else of_class.__get__(module)
 
 
 never_compile(ForwardMethod.__call__)

@@ -148,19 +148,22 @@ class _Encodes(nn.Module):
         return 2 * self.encode(x)
 
 
-@pytest.mark.parametrize("compiled", ["layers", "method", "model"])
+@pytest.mark.parametrize("compiled", ["layers", "method", "model", "wrapper"])
 @distributed(2)
 def test_registered_methods_of_compiled_modules(compiled: str) -> None:
     """By themselves and in a forward: gradients of the plain model."""
     torch.compiler.reset()
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     model, plain = seeded(_Encodes), seeded(_Encodes)
-    for part in (*model.layers, model):
+    layers = model.layers
+    if compiled == "wrapper":  # whose class has no such method: it passes on the model's
+        model = torch.compile(model, backend="aot_eager")
+    for part in (*layers, model):
         fully_shard(part)
     register_forward_method(model, "encode")
     if compiled == "method":
         model.encode = torch.compile(model.encode, backend="aot_eager")
-    for part in {"layers": model.layers, "model": [model]}.get(compiled, []):
+    for part in {"layers": layers, "model": [model]}.get(compiled, []):
         part.compile(backend="aot_eager")
     x = rank_input(4, 15)
     for is_method in (True, False, True, False):
