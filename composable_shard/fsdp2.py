@@ -31,6 +31,8 @@ from composable_shard import construct, module_api, options, state_dict
 from composable_shard.comm import then_call_hook
 from composable_shard.module_api import UnshardWork as UnshardHandle
 from composable_shard.module_api import register_forward_method as register_fsdp_forward_method
+from composable_shard.tensor import FlatShard
+from composable_shard.torch_private import mesh_of_axes
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -88,19 +90,18 @@ def fully_shard(  # noqa: PLR0913 -- FSDP2's arguments
         mp_policy: Torch's policy, or this library's.
         offload_policy: Torch's policy, or this library's.
         ignored_params: As in FSDP2.
-        dp_mesh_dims: The axes of `mesh` for data parallelism, one name each.
+        dp_mesh_dims: The axes of `mesh` for data parallelism. Several of one kind become one axis.
         others: Further options of `composable_shard.fully_shard`.
 
     Raises:
         NotImplementedError: For parameters with a mesh or dtype of their own, DTensors on the axes
-            of data parallelism, or several axes in one, with what to do instead.
+            of data parallelism, or plain tensors on a mesh with further axes, with what to do.
     """
     modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else [*module]
     if dp_mesh_dims is not None:
-        mesh = _data_parallel_mesh(mesh, dp_mesh_dims)
+        mesh = _data_parallel_mesh(mesh, dp_mesh_dims, modules)
         if dp_mesh_dims.shard is None:
             others.setdefault("strategy", "no_shard")
-        _check_no_spmd(modules, mesh)
     if isinstance(mp_policy, MixedPrecisionPolicy):
         chosen = asdict(mp_policy)
         if chosen.pop("param_dtype_override_fn", None) is not None:  # since torch 2.15
@@ -135,27 +136,30 @@ def fully_shard(  # noqa: PLR0913 -- FSDP2's arguments
 fully_shard.state = construct.fully_shard.state  # type: ignore[attr-defined]
 
 
-def _data_parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> DeviceMesh:
-    """Return the part of a mesh that `dp_mesh_dims` names."""
-    names = [name for name in (dims.replicate, dims.shard) if name is not None]
-    if mesh is None or not all(isinstance(name, str) for name in names):
-        raise NotImplementedError(
-            f"expected mesh= and one axis for each of shard and replicate, got {dims!r}. Pass the "
-            "mesh of data parallelism alone as mesh=, with several axes made one."
-        )
-    return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]
-
-
-def _check_no_spmd(modules: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Check that no parameter is a DTensor on axes of data parallelism."""
-    axes = set(mesh.mesh_dim_names or ())
+def _data_parallel_mesh(mesh: DeviceMesh | None, dims: Any, modules: list[nn.Module]) -> DeviceMesh:
+    """Return the part of a mesh that `dp_mesh_dims` names, if no parameter lies on it already."""
+    if mesh is None:
+        raise ValueError(f"{dims!r} names axes of a mesh. Pass mesh= too.")
+    given = [each for each in (dims.replicate, dims.shard) if each is not None]
+    axes = [(each,) if isinstance(each, str) else tuple(each) for each in given]
+    chosen = {name for names in axes for name in names}
+    others = [name for name in mesh.mesh_dim_names or () if name not in chosen]
+    others = [name for name in others if mesh[name].size() > 1]
     for name, param in (item for module in modules for item in module.named_parameters()):
         found = getattr(param, "device_mesh", None)
-        if found is not None and axes & set(found.mesh_dim_names or ()):
+        if found is not None and chosen & set(found.mesh_dim_names or ()):
             raise NotImplementedError(
                 f"parameter '{name}' is a DTensor on {found}, axes of data parallelism included. "
                 'Distribute it over the others alone, as parallelize_module does with mesh["tp"].'
             )
+        if found is None and others and not isinstance(param, FlatShard):
+            raise NotImplementedError(
+                f"parameter '{name}' is a plain tensor, and the mesh has the axes {others}, on "
+                "which it may be a part: state dicts and norms would take it for the whole. "
+                "Distribute it over them as a DTensor, as parallelize_module does; or pass the "
+                "axes of data parallelism alone as mesh=, if it is the same on all of them."
+            )
+    return mesh_of_axes(mesh, axes)
 
 
 def _granularity_of(param: nn.Parameter, placement: Any) -> options.Granularity:

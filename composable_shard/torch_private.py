@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -40,6 +40,7 @@ from torch.distributed._functional_collectives import (
     AsyncCollectiveTensor as AsyncCollectiveTensor,
 )
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     _get_default_store,
     _resolve_process_group,
@@ -339,6 +340,14 @@ DEPENDS_ON_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 def num_known_groups() -> int:
     """Return how many process groups this rank has made or joined."""
     return len(_world.pg_names)
+
+
+def mesh_of_axes(mesh: DeviceMesh, axes: Sequence[tuple[str, ...]]) -> DeviceMesh:
+    """Return the part of a mesh that has these axes, with several names made one axis."""
+    if all(len(names) == 1 for names in axes):
+        return mesh[tuple(names[0] for names in axes)]
+    parts = [mesh[names]._flatten("_".join(names)) for names in axes]
+    return parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
 
 
 # Text of the compiler's error, which only `torch.compile(model, fullgraph=True)` raises.

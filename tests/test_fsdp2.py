@@ -39,11 +39,13 @@ from composable_shard.flat_param import FullState
 from tests.harness.helpers import assert_equal, distributed, needs_torch
 from tests.programs.models import (
     Net,
+    Twins,
     assert_at_rest,
     collectives_of,
     full_tensor_of,
     loss_of,
     seeded,
+    train_twins,
 )
 
 METHODS = [name for name in vars(torch_fsdp2.FSDPModule) if not name.startswith("_")]
@@ -541,12 +543,32 @@ def test_mesh_axes_by_name() -> None:
     for given, size in cases:
         model = fsdp2.fully_shard(nn.Linear(3, 5), mesh=mesh, dp_mesh_dims=given)
         assert get_handles(model)[0].shard_group.size == size
-    with pytest.raises(NotImplementedError, match="one axis for each"):
-        fsdp2.fully_shard(nn.Linear(3, 5), mesh=mesh, dp_mesh_dims=dims(shard=("dp", "fsdp")))
+    with pytest.raises(ValueError, match="Pass mesh= too"):
+        fsdp2.fully_shard(nn.Linear(3, 5), dp_mesh_dims=dims(shard="fsdp"))
     spread = nn.Linear(3, 5)
     spread.weight = nn.Parameter(distribute_tensor(spread.weight, mesh))
     with pytest.raises(NotImplementedError, match="'weight' is a DTensor on"):
-        fsdp2.fully_shard(spread, mesh=mesh, dp_mesh_dims=dims(shard="fsdp"))
+        fsdp2.fully_shard(spread, mesh=mesh, dp_mesh_dims=dims(shard=("dp", "fsdp")))
+    turned = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+    with pytest.raises(NotImplementedError, match=r"'weight' is a plain tensor.*axes \['tp'\]"):
+        fsdp2.fully_shard(nn.Linear(3, 5), mesh=turned, dp_mesh_dims=dims(shard="fsdp"))
+
+
+@needs_torch("2.13", "before, FSDP2 has no DataParallelMeshDims")
+@pytest.mark.parametrize("axes", ["shards", "replicas", "both"])
+@distributed(4)
+def test_several_axes_of_data_parallelism_become_one(axes: str) -> None:
+    """As torchtitan flattens its shards and its context-parallel ranks: DDP's steps."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "cp"))
+    dims = fsdp2.DataParallelMeshDims
+    given, size = {
+        "shards": (dims(shard=("replicate", "shard", "cp")), 4),
+        "replicas": (dims(replicate=("replicate", "shard", "cp")), 1),
+        "both": (dims(shard=("shard", "cp"), replicate="replicate"), 2),
+    }[axes]
+    twins = Twins(Net, _shard_net, mesh=mesh, dp_mesh_dims=given)
+    assert {handle.shard_group.size for handle in get_handles(twins.sharded)} == {size}
+    train_twins(twins, num_steps=3)
 
 
 @distributed(2)
