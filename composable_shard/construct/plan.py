@@ -46,6 +46,7 @@ from composable_shard.torch_private import (
     buffers_of,
     parameters_of,
     post_accumulate_hooks_of,
+    storage_of,
 )
 
 FLAT_PARAM_NAME = "_flat_param"
@@ -319,6 +320,11 @@ def _check_params(originals: list[Original], shard_group: ShardGroup | None) -> 
                 "only dense tensors and DTensors can be sharded"
                 f"{own * (param.layout is torch.strided)}. Pass it in ignored_params."
             )
+        if not is_plain and (name := _second_name_of(param)):
+            raise NotImplementedError(
+                f"parameter '{fqn}', a {type(param).__name__}, has its values a second time as its "
+                f"attribute {name!r}, which stays whole. Pass it in ignored_params."
+            )
     _check_devices(originals, shard_group)
 
 
@@ -391,6 +397,15 @@ def _is_supported_type(param: nn.Parameter) -> bool:
     kind = _kind_of(param)
     is_plain = kind is Tensor or issubclass(kind, nn.Parameter)
     return is_plain and not hasattr(kind, "fsdp_pre_all_gather")
+
+
+def _second_name_of(param: nn.Parameter) -> str | None:
+    """Return the attribute that shares a parameter's memory, as bitsandbytes' `Int8Params` has."""
+    if not issubclass(type(param), nn.Parameter):
+        return None
+    tensors = {name: each for name, each in vars(param).items() if isinstance(each, Tensor)}
+    own = storage_of(param)
+    return next((name for name, each in tensors.items() if storage_of(each) == own), None)
 
 
 def _give_rows(original: Original) -> None:

@@ -278,6 +278,10 @@ class _Gathered(nn.Parameter):
     def fsdp_pre_all_gather(self, mesh: Any) -> Any: ...
 
 
+class _Coded(nn.Parameter):
+    codes: Tensor
+
+
 def _of_own_class(name: str) -> nn.Module:
     model = nn.Linear(4, 4)
     values = model.weight.detach()
@@ -291,6 +295,13 @@ def _of_own_class(name: str) -> nn.Module:
     else:
         model.weight = _Gathered(values)
     return model
+
+
+def _with_codes() -> nn.Module:
+    module: Any = nn.Linear(2, 2)
+    module.weight = _Coded(module.weight.detach())
+    module.weight.codes = module.weight.data
+    return module
 
 
 def _sparse() -> nn.Module:
@@ -362,6 +373,13 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], st
         ValueError,
         "parameter '0.weight' has no shape yet (a lazy module). Run one forward before "
         "fully_shard.",
+    ),
+    "values of two names": (
+        _with_codes,
+        {},
+        NotImplementedError,
+        "parameter 'weight', a _Coded, has its values a second time as its attribute 'codes', "
+        "which stays whole. Pass it in ignored_params.",
     ),
     "sparse parameter": (
         _sparse,
