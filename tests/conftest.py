@@ -23,7 +23,16 @@ from tests.house.figures import TABLE
 NEEDS_GPU = "needs a CUDA GPU"
 CLAIM = re.compile(r"test_c\d+_")  # docs/architecture.md lists them
 # Of the tests of tools, where `make ecosystem` could not install them.
-TOOLS = ("accelerate", "lightning", "peft", "ray", "transformers", "trl")
+TOOLS = (
+    "accelerate",
+    "bitsandbytes",
+    "lightning",
+    "peft",
+    "ray",
+    "torchft",
+    "transformers",
+    "trl",
+)
 ALLOWED_SKIPS = frozenset({NEEDS_GPU, *(f"needs {tool}" for tool in TOOLS)})
 DEADLINE_S = 120.0
 NUM_DEVICE_CASES = 1
@@ -33,6 +42,7 @@ SLOW_FILES = (
     "test_ecosystem",
     "test_install",
     "test_lightning",
+    "test_torchft",
     "test_lockstep",
     "test_tutorials",
     "test_checkpoint_kills",

@@ -7,7 +7,6 @@ beside what the library does by itself.
 from __future__ import annotations
 
 import copy
-import functools
 import importlib.util
 import os
 import pickle
@@ -440,49 +439,9 @@ def _plain_parts(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return found
 
 
-def run_qlora() -> None:
-    """Adapters on quantised weights of bitsandbytes, sharded or left whole: beside one process."""
-    import bitsandbytes
-
-    def make(kind: Any, **options: Any) -> nn.Module:
-        torch.manual_seed(0)
-        layers: list[nn.Module] = []
-        for _ in range(2):
-            plain = nn.Linear(64, 64)
-            layer = kind(64, 64, **options)
-            layer.load_state_dict(plain.state_dict())
-            for param in layer.to("cpu").parameters():  # which quantises it
-                param.requires_grad_(False)
-            layers.append(nn.Sequential(layer, nn.Linear(64, 4, bias=False), nn.Linear(4, 64)))
-        return nn.Sequential(*layers)
-
-    four = functools.partial(make, bitsandbytes.nn.Linear4bit, compute_dtype=torch.float32)
-    eight = functools.partial(make, bitsandbytes.nn.Linear8bitLt, has_fp16_weights=False)
-    for build, is_whole in ((four, False), (four, True), (eight, True)):
-        model, plain = build(), build()
-        kept = {p for p in model.parameters() if type(p) is not nn.Parameter} if is_whole else set()
-        for layer in model:
-            fully_shard(layer, ignored_params=kept)
-        fully_shard(model, ignored_params=kept)
-        trained = [[p for p in each.parameters() if p.requires_grad] for each in (model, plain)]
-        optimizers = [torch.optim.AdamW(each, lr=1e-2) for each in trained]
-        for step in range(3):
-            draw = torch.Generator().manual_seed(step)
-            batches = [torch.randn(5, 64, generator=draw) for _ in range(dist.get_world_size())]
-            loss = model(batches[dist.get_rank()]).square().mean()
-            loss.backward()
-            losses = [plain(batch).square().mean() for batch in batches]
-            torch.stack(losses).mean().backward()
-            assert torch.equal(loss, losses[dist.get_rank()])
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-
 RUNS = {
     "lightning": run_lightning,
     "peft": run_peft,
-    "qlora": run_qlora,
     "generate": run_generate,
     "blocks": run_blocks,
     "torchao": run_torchao,

@@ -1,9 +1,9 @@
 """torchft: two replica groups of two ranks; one group is killed again and again, and comes back.
 
-`pip install torchft-nightly opentelemetry-sdk opentelemetry-exporter-otlp-proto-http`, then
-`python -m tests.ecosystem.torchft_kills`. A group shards over its own ranks. The gradients of a
-unit are averaged with the other group's by torchft, in FSDP2's all-reduce hook. Losses and weights
-are compared with a plain model that averages over as many groups as each step had.
+`make ecosystem`, then `python -m tests.ecosystem.torchft_kills` for ten kills in 300 steps; the
+suite has two in 90. A group shards over its own ranks. The gradients of a unit are averaged with
+the other group's by torchft, in FSDP2's all-reduce hook. Losses and weights are compared with a
+plain model that averages over as many groups as each step had.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.context import ForkServerProcess as Process
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from composable_shard import fsdp2
 
-ROOT = Path(__file__).resolve().parents[2]
-NUM_STEPS, NUM_KILLS, STEP_S = 300, 10, 0.6
+STEP_S = 0.25
 
 
 def make_trained() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -68,10 +67,20 @@ def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return found
 
 
-def run_rank(folder: Path, replica: int) -> None:
+def be_rank(folder: Path, replica: int, num_steps: int, environment: dict[str, str]) -> None:
+    """Be one rank of a group, in a process of its own."""
+    os.environ.update(environment)
+    with (folder / f"output_{replica}.txt").open("a") as output:
+        for number in (1, 2):
+            os.dup2(output.fileno(), number)
+    run_rank(folder, replica, num_steps)
+
+
+def run_rank(folder: Path, replica: int, num_steps: int) -> None:
     """Train as one rank of a group, until all steps are committed."""
     import torchft
 
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model, optimizer = make_trained()
@@ -108,7 +117,7 @@ def run_rank(folder: Path, replica: int) -> None:
         if isinstance(module, fsdp2.FSDPModule):
             module.set_all_reduce_hook(average)
     with (folder / f"log_{replica}_{rank}.jsonl").open("a") as log:
-        while manager.current_step() < NUM_STEPS:
+        while manager.current_step() < num_steps:
             time.sleep(STEP_S)
             manager.start_quorum()
             step, member = manager.current_step(), manager.participating_rank()
@@ -129,8 +138,8 @@ def run_rank(folder: Path, replica: int) -> None:
     os._exit(0)
 
 
-def start_group(folder: Path, replica: int, lighthouse: str) -> list[subprocess.Popen[bytes]]:
-    """Start the two ranks of a group."""
+def start_group(folder: Path, replica: int, lighthouse: str, num_steps: int) -> list[Process]:
+    """Start the two ranks of a group: forks of a process that has imported all there is."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -139,20 +148,18 @@ def start_group(folder: Path, replica: int, lighthouse: str) -> list[subprocess.
         "MASTER_PORT": str(port),
         "WORLD_SIZE": "2",
         "LIGHTHOUSE": lighthouse,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", "tests.ecosystem.torchft_kills", str(folder), str(replica)]
-    with (folder / f"output_{replica}.txt").open("a") as output:
-        return [
-            subprocess.Popen(
-                command,
-                env=os.environ | common | {"RANK": str(rank)},
-                stdout=output,
-                stderr=output,
-            )
-            for rank in range(2)
-        ]
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torchft", "composable_shard.fsdp2"])
+    group = [
+        context.Process(
+            target=be_rank, args=(folder, replica, num_steps, common | {"RANK": str(rank)})
+        )
+        for rank in range(2)
+    ]
+    for process in group:
+        process.start()
+    return group
 
 
 def rows_of(folder: Path, replica: int) -> list[list[Any]]:
@@ -162,27 +169,37 @@ def rows_of(folder: Path, replica: int) -> list[list[Any]]:
     return [json.loads(line) for line in text.splitlines() if line.endswith("]")]
 
 
-def kill_and_restart(folder: Path, lighthouse: str) -> int:
-    """Run both groups to the end; return how often the second one was killed."""
-    groups = [start_group(folder, replica, lighthouse) for replica in range(2)]
-    draw, num_kills, num_rows = random.Random(0), 0, 0
-    end = time.monotonic() + 420
-    while any(process.poll() is None for group in groups for process in group):
-        assert time.monotonic() < end, f"not done after 420 s: {folder}"
-        time.sleep(0.05)
-        has_joined = len(rows_of(folder, 1)) > num_rows + 2
-        if num_kills < NUM_KILLS and has_joined and len(rows_of(folder, 0)) < NUM_STEPS - 40:
-            time.sleep(2 * draw.random())  # at any moment of a step
-            for process in groups[1]:
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-            num_kills, num_rows = num_kills + 1, len(rows_of(folder, 1))
-            groups[1] = start_group(folder, 1, lighthouse)
-    return num_kills
+def kill_and_restart(folder: Path, lighthouse: str, num_steps: int, num_kills: int) -> None:
+    """Run both groups to the end; kill the second one at random moments, and start it again."""
+    groups = [start_group(folder, replica, lighthouse, num_steps) for replica in range(2)]
+    draw, num_left, num_rows = random.Random(0), num_kills, 0
+    limit_s = 60 + 1.5 * num_steps
+    end = time.monotonic() + limit_s
+    try:
+        while any(process.is_alive() for group in groups for process in group):
+            assert time.monotonic() < end, f"not done after {limit_s} s: {folder}"
+            time.sleep(0.05)
+            has_joined = len(rows_of(folder, 1)) > num_rows + 2
+            if num_left and has_joined and len(rows_of(folder, 0)) < num_steps - 40:
+                time.sleep(2 * draw.random())  # at any moment of a step
+                stop(groups[1])
+                num_left, num_rows = num_left - 1, len(rows_of(folder, 1))
+                groups[1] = start_group(folder, 1, lighthouse, num_steps)
+    finally:
+        for group in groups:
+            stop(group)
+    assert not num_left, f"{num_left} kills are left: {folder}"
 
 
-def run_and_compare() -> None:
-    """Run, and compare with a plain model."""
+def stop(group: list[Process]) -> None:
+    """Kill the ranks of a group by SIGKILL."""
+    for process in group:
+        process.kill()
+        process.join()
+
+
+def run_and_compare(num_steps: int = 300, num_kills: int = 10) -> str:
+    """Run, and compare with a plain model; return how many steps had how many groups."""
     from torchft.coordination import LighthouseServer
 
     os.environ["RUST_LOG"] = "error"
@@ -190,7 +207,10 @@ def run_and_compare() -> None:
     server = LighthouseServer(
         bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=3000, heartbeat_timeout_ms=1000
     )
-    num_kills = kill_and_restart(folder, server.address())
+    try:
+        kill_and_restart(folder, server.address(), num_steps, num_kills)
+    finally:
+        server.shutdown()
     for rank in range(2):
         ends = [torch.load(folder / f"end_{replica}_{rank}.pt") for replica in range(2)]
         assert all(torch.equal(ends[1][name], value) for name, value in ends[0].items())
@@ -199,8 +219,8 @@ def run_and_compare() -> None:
     rows = [row for replica in range(2) for row in rows_of(folder, replica)]
     # A group that comes late takes the state of the other: each step is told by those that took it.
     committed = [row for row in sorted(rows) if row[1]]
-    assert {row[0] for row in committed} == set(range(NUM_STEPS))
-    for step in range(NUM_STEPS):
+    assert {row[0] for row in committed} == set(range(num_steps))
+    for step in range(num_steps):
         same = [row for row in committed if row[0] == step]
         (num_members,) = {row[2] for row in same}
         losses = [loss_at(model, step, m, rank) for m in range(num_members) for rank in (0, 1)]
@@ -213,14 +233,13 @@ def run_and_compare() -> None:
     torch.testing.assert_close(dict(model.state_dict()), dict(whole), rtol=0, atol=1e-5)
     alone = sum(row[2] == 1 for row in committed)
     skipped = sum(not row[1] for row in rows)
-    sys.stdout.write(
-        f"right: {num_kills} kills in {NUM_STEPS} steps; {alone} steps of one group alone, "
-        f"{skipped} tried again; both groups end bitwise equal\n"
+    return (
+        f"right: {num_kills} kills in {num_steps} steps; {alone} steps of one group alone, "
+        f"{skipped} tried again; both groups end bitwise equal"
     )
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        run_rank(Path(sys.argv[1]), int(sys.argv[2]))
-    else:
-        run_and_compare()
+    from tests.ecosystem import torchft_kills  # by its name, under which ranks find its functions
+
+    sys.stdout.write(torchft_kills.run_and_compare() + "\n")
