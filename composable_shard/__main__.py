@@ -50,10 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         text = args.run(args)
-    except (ValueError, TypeError, RuntimeError, ImportError, AttributeError, OSError) as error:
+    except Exception as error:  # whatever a model's code or a configuration raises
         if args.traceback:
             raise
-        parser.exit(2, f"error: {' '.join(str(error).split()) or type(error).__name__}\n")
+        text = " ".join(str(error).split())
+        if not text or isinstance(error, LookupError | ArithmeticError):
+            text = f"{type(error).__name__}: {text}"
+        parser.exit(2, f"error: {text}\n")
     sys.stdout.write(text + "\n" if text else "")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -239,6 +240,10 @@ TWO = ["--world-size", "2"]
         (["estimate", "--model", f"{HERE}:gone", *TWO], "has no attribute 'gone'"),
         (["estimate", "--model", "nowhere", *TWO], "expected MODULE:FUNCTION"),
         (["estimate", "--model", "no.where:make", *TWO], "No module named 'no'"),
+        (
+            ["estimate", "--model", MODEL, "--units", "0", "--world-size", "9" * 20],
+            "OverflowError: cannot",
+        ),
         (["estimate", "--hf-config", "nowhere", *TWO], "there is no file nowhere"),
         (["estimate", *TWO], "one of the arguments --hf-config --model is required"),
         (["inspect", "nowhere"], "there is no complete checkpoint in"),
@@ -254,6 +259,22 @@ def test_bad_values_are_one_line(
     line = _fails(words, capsys)
     assert message in line
     assert "error: " in line
+
+
+def test_a_configuration_that_its_library_refuses_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever class its error has."""
+    pytest.importorskip("transformers", reason="needs transformers")
+    path = tmp_path / "config.json"
+    sizes = {"model_type": "llama", "hidden_size": 30, "num_attention_heads": 7}
+    for text, message in (
+        ("{not json", "not a valid JSON file"),
+        ('{"model_type": "nothing"}', "`nothing`"),
+        (json.dumps(sizes), "not a multiple of the number of attention heads"),
+    ):
+        path.write_text(text)
+        assert message in _fails(["estimate", "--hf-config", path, *TWO], capsys)
 
 
 def test_a_target_is_not_overwritten(
