@@ -43,7 +43,15 @@ from composable_shard import (
 from composable_shard.comm.trace import CollectiveLog, count_collectives
 from tests.harness.helpers import assert_equal, distributed, peak_bytes
 from tests.harness.pairs import pairwise
-from tests.programs.models import Layer, Net, add_one, assert_at_rest, rank_input, shard_blocks
+from tests.programs.models import (
+    Layer,
+    Net,
+    add_one,
+    assert_at_rest,
+    rank_input,
+    seeded,
+    shard_blocks,
+)
 
 # What `fully_shard` can be told of what ranks keep; each row of the matrix runs under each.
 STRATEGIES: list[dict[str, Any]] = [
@@ -820,6 +828,34 @@ def test_recurse_shows_all_units_below_a_module_that_is_none(order: list[int]) -
     message = "expected a sharded module, got Sequential. Call fully_shard on it first, or pass"
     with pytest.raises(ValueError, match=message), unshard_params(model, recurse=False):
         pass
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(2)
+def test_a_partly_sharded_model_opens_what_is_sharded(use_orig_params: bool) -> None:
+    """The rest is as it was; the next step has the edits of both."""
+    plain, model = seeded(Net), seeded(Net)
+    units = (model.blocks[1], model.blocks[2].up)
+    rest = {*model.parameters()} - {param for unit in units for param in unit.parameters()}
+    for unit in units:
+        fully_shard(unit, use_orig_params=use_orig_params, ignored_params=rest)
+    before = _snapshot_of_scope(model)
+    with unshard_params(model):
+        names = [name for name, _ in plain.named_parameters()]
+        assert [name for name, _ in model.named_parameters()] == names
+        for each in (model, plain):
+            add_one(each)
+    assert _snapshot_of_scope(model) == before
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        each(torch.ones(4, 5)).square().mean().backward()  # the same on both ranks
+        optimizer.step()
+        optimizer.zero_grad()
+    with unshard_params(model, writeback=False):
+        for (name, param), expected in zip(
+            model.named_parameters(), plain.parameters(), strict=True
+        ):
+            assert_equal(param.detach(), expected.detach(), name)
 
 
 @distributed(2)
