@@ -173,13 +173,13 @@ def test_nothing_grows_faster_than_the_number_of_parameters() -> None:
 
 def test_a_loop_over_all_units_in_each_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests above look for."""
-    original = forward._refresh
+    original = forward._unshard
 
-    def refresh(state: Any) -> None:
-        state.context.live_states()
-        original(state)
+    def unshard(context: Any, *args: Any) -> None:
+        context.live_states()
+        original(context, *args)
 
-    monkeypatch.setattr(forward, "_refresh", refresh)
+    monkeypatch.setattr(forward, "_unshard", unshard)
     found = _find_superlinear(lambda size: SumChain(size, 1), "one by one", {})
     assert found.keys() == {"first step", "step", "layers"}
 

@@ -106,7 +106,7 @@ class FullValues:
         has_separate_shard: The local shard is never part of the buffer.
         is_whole: The local shard is the buffer, so that nothing needs to be filled.
         small_group: The ranks that hold all values once between forward and backward, if any.
-        claims: Users of the full values: units in forward, and `unshard` calls.
+        claims: Those who need the full values: units in forward, and `unshard` calls.
         params: The parameters that are views of the buffer.
         serves_graphs: A graph may read the values later, see [Note: Graphs of gradients].
     """
@@ -166,14 +166,6 @@ class FullValues:
     def has_values(self) -> bool:
         """Whether the buffer holds full values, or is being filled with them."""
         return self.state in HAVE_VALUES
-
-    def claim(self, owner: object) -> None:
-        """Keep the values from being freed until the owner's `release_claim`."""
-        self.claims.add(owner)
-
-    def release_claim(self, owner: object) -> None:
-        """Take a claim back, if there is one; frees nothing."""
-        self.claims.discard(owner)
 
     def set_small_group(self, group: SmallGroup | None) -> None:
         """Set the group for which `free(keeps_part=True)` keeps a part, see [Note: Small group]."""

@@ -24,7 +24,7 @@ from composable_shard.runtime.gathers import (
     gather_kept,
     release_handle,
 )
-from composable_shard.runtime.initialization import attach_or_refresh, initialize
+from composable_shard.runtime.initialization import initialize
 from composable_shard.runtime.membership import adopt_contents, renew_context, share_context
 from composable_shard.runtime.outputs import arm, serve_graphs
 from composable_shard.runtime.tree import called_modules, calling_modules, has_changed, read_state
@@ -59,7 +59,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         with outside:
             return pre_forward(state, module, args)
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
-        _check_forward_in_scope(state)
+        _show_scopes(state)
         return
     if current_backward_id() != -1:
         recompute(state)
@@ -105,19 +105,21 @@ def _prepare(context: TreeContext, state: ShardState, module: nn.Module) -> Tree
     if not context.is_checked:
         initialize(module, calling_modules(module))
         context = state.context or context
-    _recover_interrupted_call(context)
+    if context.has_aborted or context.entered or context.call is not None:
+        _recover_interrupted_call(context)
     return context
 
 
 def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> ForwardCall:
+    if trace.profiling.asks() is not trace.profiling.is_found:
+        trace.profiling.change()
     context = _prepare(context, state, module)
     if torch.is_grad_enabled():
         context.call_start = context.num_forwards
         context.open_calls += 1
         if context.open_calls > context.most_open_calls:
             note_unreached_call(context)
-    context.call = call = ForwardCall(state.ref, state.forward_order)
-    state.forward_order.begin()
+    context.call = call = ForwardCall(state)
     if context.reduction_order is not None:
         gather_kept(context)
     return call
@@ -145,19 +147,18 @@ def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> 
 
 def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
     needed = state.needed
-    _refresh(state)
-    _check_forward_in_scope(state)
     for handle in needed:
+        handle.adopt_changes()
+        if handle.shown.scope is not None:
+            _show_scopes(state)
         handle.shown.check_registered()
-    upcoming = call.order.advance(state.ref)
+    upcoming = call.advance(state.ref)
     ahead = choose_ahead(state, call.prefetched, state.forward_prefetch, upcoming)
-    for target in ahead:
-        _refresh(target)
     if not state.is_in_pass:
         # Claim before gathering, so that `_leave_pass` frees the values after an error.
         state.is_in_pass = True
         for handle in needed:
-            handle.full.claim(state.ref)
+            handle.full.claims.add(state.ref)
     for handle in needed:
         handle.unshard(context.streams, "forward")
     if ahead:
@@ -169,17 +170,8 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
         handle.shown.show_unsharded()
 
 
-def _refresh(state: ShardState) -> None:
-    """`attach_or_refresh` for the common case, that the handles are attached already."""
-    for handle in state.needed:
-        if handle.is_attached:
-            handle.adopt_changes()
-        else:
-            attach_or_refresh(state)
-
-
-def _check_forward_in_scope(state: ShardState) -> None:
-    """Check that a forward inside `unshard_params` can run: on what the scope shows.
+def _show_scopes(state: ShardState) -> None:
+    """Show the unit's forward the parameters of the `unshard_params` scopes that it is in.
 
     Raises:
         RuntimeError: If the forward records a graph, or this rank has no full values.
@@ -245,7 +237,7 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
             )
             _leave_pass(context, state, keeps=keeps, is_armed=is_armed)
         if call is not None and is_leader:
-            _end_call(context, call)
+            _end_call(context, state, call)
     return output
 
 
@@ -264,7 +256,7 @@ def _leave_pass(
     state.modules_to_run = state.num_modules
     if state.is_in_pass:
         for handle in state.needed:
-            handle.full.release_claim(state.ref)
+            handle.full.claims.discard(state.ref)
         try:
             for handle in state.needed:
                 if not handle.full.claims:
@@ -288,14 +280,14 @@ def _leave_failed_call(context: TreeContext, state: ShardState, call: ForwardCal
     state.depth -= 1
     _leave_pass(context, state)
     if call.leader is state.ref:
-        _end_call(context, call)
+        _end_call(context, state, call)
 
 
-def _end_call(context: TreeContext, call: ForwardCall) -> None:
+def _end_call(context: TreeContext, leader: ShardState, call: ForwardCall) -> None:
     """End a tree's call: free unused prefetched units, release claims that are left."""
     if call.prefetched:
         drop_prefetched(call.prefetched)
-    call.order.end()
+    leader.forward_order = call.order
     context.call = None
     for state in context.entered_states() if context.entered else ():
         # The call may have run only some of a unit's modules.
@@ -305,11 +297,9 @@ def _end_call(context: TreeContext, call: ForwardCall) -> None:
 
 def _recover_interrupted_call(context: TreeContext) -> None:
     """Clean up after a call or backward that an exception ended; no call of the tree may run."""
-    if trace.profiling.asks() is not trace.profiling.is_found:
-        trace.profiling.change()
     if context.has_aborted:
         drop_aborted(context)
-    for other in reversed(context.entered_states() if context.entered else ()):
+    for other in reversed(context.entered_states()):
         other.known_forwards.end(other.name, None)
         # After a KeyboardInterrupt the post-forward hook has not run.
         other.depth = 0

@@ -79,6 +79,8 @@ def gather_ahead(
         prefetched[target] = are_chosen or prefetched.get(target, False)
         for handle in target.needed:
             if handle.is_attached and handle.shown.state is Shown.SHARDED:
+                if when == "forward":
+                    handle.adopt_changes()
                 handle.unshard(context.streams, when)
 
 

@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from itertools import islice
-from typing import Any, Generic, TypeVar
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,49 +27,6 @@ from composable_shard.runtime.casts import BufferBroadcast
 from composable_shard.runtime.reduction_order import Buckets, ReductionOrder
 from composable_shard.runtime.saved_values import KnownForwards
 from composable_shard.torch_private import backward_hooks_of
-
-Unit = TypeVar("Unit")
-
-
-class ExecutionOrder(Generic[Unit]):
-    """The order in which units ran last time, to predict the next unit.
-
-    Holds weak references, so that a deleted module is freed at once. Holds two calls at most.
-    """
-
-    def __init__(self) -> None:
-        self._previous: list[ref[Unit]] = []
-        self._current: list[ref[Unit]] = []
-        self._is_as_before = True
-
-    def begin(self) -> None:
-        """Start a new sequence."""
-        self._current = []
-        self._is_as_before = True
-
-    def __contains__(self, unit: ref[Unit]) -> bool:
-        """Return whether a unit has run in the current sequence."""
-        return unit in self._current
-
-    def advance(self, unit: ref[Unit]) -> Iterator[Unit | None]:
-        """Note that `unit` runs now; return the units expected after it, if the order held.
-
-        None stands for a deleted unit. A unit that runs several times in a row, for each of its
-        modules, counts once.
-        """
-        if self._current and self._current[-1] is unit:
-            return iter(())
-        position = len(self._current)
-        self._current.append(unit)
-        previous = self._previous
-        if not self._is_as_before or position >= len(previous) or previous[position] is not unit:
-            self._is_as_before = False
-            return iter(())
-        return map(ref.__call__, islice(previous, position + 1, None))
-
-    def end(self) -> None:
-        """Make the sequence that just ended the expectation for the next one."""
-        self._previous, self._current = self._current, []
 
 
 class TrainingState(Enum):
@@ -149,7 +105,7 @@ class ShardState:
         known_forwards: Record of forwards whose saved tensors were inspected, [Note: Aliases].
         reads_nothing: The user promised that no backward reads its full parameters.
         runs_backwards: A node of its graph runs a nested backward, as reentrant checkpoints do.
-        forward_order: Order of the units in the calls that this unit led.
+        forward_order: The units in the order of the last call that this unit led.
         load_call: Missing keys and prefix of the last load_state_dict, from `note_load`.
     """
 
@@ -187,7 +143,7 @@ class ShardState:
         self.is_checkpointed = False
         self.known_forwards = KnownForwards()
         self.reads_nothing = self.runs_backwards = False
-        self.forward_order: ExecutionOrder[ShardState] = ExecutionOrder()
+        self.forward_order: list[StateRef] = []
         self.context: TreeContext | None = None
         self.load_call: tuple[list[str], str] | None = None
         self.ref: StateRef = weakref.ref(self)
@@ -217,7 +173,7 @@ class ShardState:
     def hold(self) -> None:
         """Claim the full parameters until `let_go`, for `unshard`."""
         for handle in self.needed:
-            handle.full.claim(("held", self.ref))
+            handle.full.claims.add(("held", self.ref))
         self.is_held = True
 
     def let_go(self) -> None:
@@ -225,7 +181,7 @@ class ShardState:
         if not self.is_held:
             return
         for handle in self.needed:
-            handle.full.release_claim(("held", self.ref))
+            handle.full.claims.discard(("held", self.ref))
         self.is_held = False
         for handle in self.needed:
             if not handle.full.claims:
@@ -282,7 +238,7 @@ class ShardState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.forward_order = ExecutionOrder()
+        self.forward_order = []
         self.context = None
         self.ref = weakref.ref(self)
 
@@ -292,7 +248,8 @@ class ForwardCall:
 
     Attributes:
         leader: The outermost unit that this call runs.
-        order: Order of the units in this call and in the last one.
+        order: The units that have run, in order; weakly, so that a deleted module is freed at once.
+        last_order: The units of the leader's last call, while `order` is as it was; then empty.
         output_sequence_nr: Number of the next autograd node when a unit last returned.
         prefetched: Units that were gathered ahead and have not run; True if the user chose the
             unit.
@@ -300,15 +257,33 @@ class ForwardCall:
         innermost: `CallReached` of the innermost running call that records a graph, or None.
     """
 
-    __slots__ = ("broadcast", "innermost", "leader", "order", "output_sequence_nr", "prefetched")
+    __slots__ = (
+        *("broadcast", "innermost", "last_order", "leader"),
+        *("order", "output_sequence_nr", "prefetched"),
+    )
 
-    def __init__(self, leader: StateRef, order: ExecutionOrder[ShardState]) -> None:
-        self.leader = leader
-        self.order = order
+    def __init__(self, leader: ShardState) -> None:
+        self.leader = leader.ref
+        self.order: list[StateRef] = []
+        self.last_order = leader.forward_order
         self.output_sequence_nr = 0
         self.prefetched: dict[ShardState, bool] = {}
         self.broadcast: set[ShardState] = set()
         self.innermost: Any = None  # its module is above this one
+
+    def advance(self, unit: StateRef) -> Iterator[ShardState | None]:
+        """Note that a unit runs now; return the units expected after it, if the order held.
+
+        None stands for a deleted unit. A unit that runs several times in a row, for each of its
+        modules, counts once.
+        """
+        if self.order and self.order[-1] is unit:
+            return iter(())
+        position = len(self.order)
+        self.order.append(unit)
+        if position >= len(self.last_order) or self.last_order[position] is not unit:
+            self.last_order = []
+        return map(weakref.ref.__call__, islice(self.last_order, position + 1, None))
 
 
 class TreeContext:
@@ -412,7 +387,7 @@ class TreeContext:
         self.last_backward_id = other.last_backward_id
         self.may_recompute = other.may_recompute & own
         for state in self.live_states():
-            state.forward_order = ExecutionOrder()
+            state.forward_order = []
             ahead = state.forward_prefetch, state.backward_prefetch
             state.forward_prefetch, state.backward_prefetch = (
                 None if chosen is None else tuple(each for each in chosen if each in own)

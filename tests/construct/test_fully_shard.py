@@ -935,7 +935,6 @@ def _count_items(model: nn.Module) -> dict[str, int]:
     """Return the length of every container of states, contexts, handles, entries and hooks."""
     things: list[Any] = [*get_states(model), *get_handles(model), *model.modules()]
     things += [state.context for state in get_states(model)]
-    things += [state.forward_order for state in get_states(model)]
     things += [handle.grads for handle in get_handles(model)]
     things += [entry for handle in get_handles(model) for entry in handle.entries]
     return {

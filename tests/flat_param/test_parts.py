@@ -151,16 +151,6 @@ def test_a_free_waits_for_the_gather_in_flight() -> None:
     assert full.state is FullState.FREED
 
 
-def test_claims_are_counted_by_owner() -> None:
-    """A claim for each unit in forward and each `unshard`; one given up twice is gone once."""
-    full = _full()
-    full.claim("one")
-    full.claim("other")
-    full.release_claim("one")
-    full.release_claim("one")
-    assert full.claims == {"other"}
-
-
 def test_allocating_a_unit_takes_the_buffer_and_the_shard_one_after_another() -> None:
     """The buffer's memory is given back before the shard gets its own."""
     with peak_bytes() as memory:
