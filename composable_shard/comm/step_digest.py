@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -65,13 +65,14 @@ class _StepRecord:
 
     def __init__(
         self,
-        groups: Iterable[dist.ProcessGroup],
-        key: _GroupTuple,
+        shard_groups: Sequence[ShardGroup],
         facts: StepFacts,
         proposal: Proposal | None,
     ) -> None:
-        """Begin a new step of the groups, and digest the last one."""
-        orders = [order_of(group) for group in dict.fromkeys(groups)]
+        """Begin a new step of the process groups of a mesh, and digest the last one."""
+        joint = shard_groups[0].joint_groups
+        groups = dict.fromkeys(each for one in shard_groups for each in (*one.groups, *joint))
+        orders = [order_of(group) for group in groups]
         digest = zlib.crc32(facts.line.encode())
         has_news = False
         for order in orders:
@@ -79,7 +80,9 @@ class _StepRecord:
             has_news = has_news or order.has_news
         self._orders, self._facts, self.proposal = orders, facts, proposal
         self._issued = [order.last_step for order in orders]  # on an accelerator others follow
-        self._numbers = sorted({each for group, each in facts.numbers if group.joint_groups == key})
+        self._numbers = sorted(
+            {each for group, each in facts.numbers if group.joint_groups == joint}
+        )
         digest = zlib.crc32(str(self._numbers).encode(), digest)
         self.sent = [*_with_complement(digest), int(has_news)]
         if proposal is not None:
@@ -98,15 +101,18 @@ class _StepRecord:
             order.exchange_again()
 
 
+_ALL_BITS = (1 << 32) - 1
+
+
 def _with_complement(digest: int) -> list[int]:
-    own = digest.to_bytes(4, "little")
-    return [*own, *(255 - byte for byte in own)]
+    return [*digest.to_bytes(4, "little"), *(digest ^ _ALL_BITS).to_bytes(4, "little")]
 
 
 def _is_same(received: Sequence[int]) -> bool:
     """Return whether all ranks have sent the same, given the maximum."""
-    half = _StepRecord.NBYTES // 2
-    return all(a + b == 255 for a, b in zip(received[:half], received[half:], strict=True))
+    digest, complement = received[:4], received[4:]
+    both = int.from_bytes(digest, "little") ^ int.from_bytes(complement, "little")
+    return both == _ALL_BITS
 
 
 def _describe_difference(
@@ -154,31 +160,28 @@ class FlagReduction:
             proposal: Accepted by `check_step` if all ranks have the same. Ranks that share more
                 than one mesh might not all hear of it, so there it is not sent.
         """
-        self._sizes = [len(numbers) for _, numbers in values]
         self._meshes: dict[_GroupTuple, _MeshReduction] = {}
-        self._keys = [group.joint_groups for group, _ in values]
-        first = {id(group): group for group, _ in values}
-        if len({group.joint_groups for group in first.values()}) > 1:
-            proposal = None
-        for group in first.values():
-            if (key := group.joint_groups) not in self._meshes:
-                own = [numbers for g, numbers in values if g.joint_groups == key]
-                sent = [*chain.from_iterable(own)]
-                step = None
-                if facts is not None:
-                    step = _StepRecord(_groups_of(values, key), key, facts, proposal)
-                self._meshes[key] = _MeshReduction(key, sent, highest, group.device, step)
+        self._places: list[tuple[_GroupTuple, int, int]] = []  # of each flat parameter's numbers
+        sent: dict[_GroupTuple, list[int]] = {}
+        groups: dict[int, ShardGroup] = {}  # few; to hash one takes long
+        for group, numbers in values:
+            own = sent.setdefault(group.joint_groups, [])
+            self._places.append((group.joint_groups, len(own), len(own) + len(numbers)))
+            own.extend(numbers)
+            groups[id(group)] = group
+        for group in groups.values():
+            if (key := group.joint_groups) in self._meshes:
+                continue
+            step = None
+            if facts is not None:
+                same = [each for each in groups.values() if each.joint_groups == key]
+                step = _StepRecord(same, facts, proposal if len(sent) == 1 else None)
+            self._meshes[key] = _MeshReduction(key, sent[key], highest, group.device, step)
 
     def finish(self) -> list[list[int]]:
         """Wait, and return the largest numbers of all ranks, in the order of `values`."""
         received = {key: mesh.finish() for key, mesh in self._meshes.items()}
-        ends = dict.fromkeys(received, 0)
-        largest = []
-        for key, size in zip(self._keys, self._sizes, strict=True):
-            start = ends[key]
-            ends[key] = end = start + size
-            largest.append(received[key][start:end])
-        return largest
+        return [received[key][start:end] for key, start, end in self._places]
 
     def check_step(self) -> None:
         """Check, after `finish`, that all ranks were in step. [Note: Digest of a step]"""
@@ -189,15 +192,6 @@ class FlagReduction:
         """Wait until nothing is in flight; errors of the collectives are ignored."""
         for mesh in self._meshes.values():
             mesh.abandon()
-
-
-def _groups_of(
-    values: Sequence[tuple[ShardGroup, Sequence[int]]], key: _GroupTuple
-) -> list[dist.ProcessGroup]:
-    """Return all process groups of the flat parameters whose flags travel together."""
-    groups = {id(group): group for group, _ in values}  # few; to hash one takes long
-    found = [group for group in groups.values() if group.joint_groups == key]
-    return [each for one in found for each in (*one.groups, *key)]
 
 
 _FLAGS = "the flags of a backward"
