@@ -207,13 +207,14 @@ def compare_lines(ranks: Ranks, lines: list[str]) -> None:
     send nothing here may have reached lazy init already.
     """
     messages, _ = ranks.compare([lines, []], False, what=UNITS)
-    raise_difference([each for each, _ in messages])
+    if len(messages) > 1:
+        raise_difference([each for each, _ in messages])
 
 
 def raise_difference(all_lines: list[list[str]]) -> None:
     """Raise if the ranks describe their units differently, naming the first difference.
 
-    Each rank has one line for each parameter. If all are the same, `lines` has one rank's only.
+    Each rank has one line for each parameter.
     """
     longest = max(len(lines) for lines in all_lines)
     for index in range(longest):

@@ -15,7 +15,7 @@ from composable_shard.comm import collectives
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.devices import Waitable
 from composable_shard.comm.groups import ShardGroup
-from composable_shard.comm.order import LATE_STEPS, describe, order_of
+from composable_shard.comm.order import LATE_STEPS, GroupOrder, describe, order_of
 from composable_shard.comm.watch import ADVICE, are
 
 _GroupTuple = tuple[dist.ProcessGroup, ...]
@@ -72,14 +72,15 @@ class _StepRecord:
         """Begin a new step of the process groups of a mesh, and digest the last one."""
         joint = shard_groups[0].joint_groups
         groups = dict.fromkeys(each for one in shard_groups for each in (*one.groups, *joint))
-        orders = [order_of(group) for group in groups]
-        digest = zlib.crc32(facts.line.encode())
-        has_news = False
-        for order in orders:
+        self._facts, self.proposal = facts, proposal
+        self._orders: list[GroupOrder] = []
+        self._issued: list[list[int]] = []
+        digest, has_news = zlib.crc32(facts.line.encode()), False
+        for order in map(order_of, groups):
             digest = zlib.crc32(order.fold().to_bytes(4, "little"), digest)
             has_news = has_news or order.has_news
-        self._orders, self._facts, self.proposal = orders, facts, proposal
-        self._issued = [order.last_step for order in orders]  # on an accelerator others follow
+            self._orders.append(order)
+            self._issued.append(order.last_step)  # on an accelerator other steps follow
         self._numbers = sorted(
             {each for group, each in facts.numbers if group.joint_groups == joint}
         )

@@ -22,7 +22,7 @@ from composable_shard.comm import (
 )
 from composable_shard.flat_param import FlatParamHandle, settle_owners
 from composable_shard.runtime.backward import on_gradient
-from composable_shard.runtime.membership import renew_context, share_context
+from composable_shard.runtime.membership import has_other_units, renew_context, share_context
 from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.tree import (
     find_unmanaged,
@@ -116,8 +116,9 @@ def lazy_init_params(
         share_context([module])
     contexts = list(dict.fromkeys(state.context for state in states if state.context))
     for context in contexts:
-        if not context.has_agreed and context.call is None and context.backward is None:
-            renew_context(context)  # units may have been taken out since fully_shard
+        is_idle = context.call is None and context.backward is None
+        if is_idle and not context.has_agreed and has_other_units(context):
+            renew_context(context)
     contexts = list(dict.fromkeys(state.context for state in states if state.context))
     _fix_owners([context for context in contexts if not context.has_agreed])
     # Whole trees: a unit may borrow parameters of one that is not in `module`.
@@ -312,8 +313,8 @@ def _compare_lines(
     messages, has_hooks = ranks.compare([lines, initial], has_hooks, what=UNITS)
     if len(messages) > 1:
         ranks.count_units_anew()
-    raise_difference([lines for lines, _ in messages])
-    _raise_other_values([values for _, values in messages])
+        raise_difference([lines for lines, _ in messages])
+        _raise_other_values([values for _, values in messages])
     return has_hooks
 
 

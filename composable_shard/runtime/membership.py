@@ -69,6 +69,12 @@ def adopt_contents(context: TreeContext) -> None:
             tree.has_changed |= ref in (tree.around if len(tree.modules) > 1 else tree.modules)
 
 
+def has_other_units(context: TreeContext) -> bool:
+    """Return whether units were taken out of a tree's modules, or put into them."""
+    found = [state.ref for module in context.live_modules() for state in get_states(module)]
+    return context.has_changed or context.states != found
+
+
 def renew_context(context: TreeContext) -> None:
     """Rebuild a tree: the units below each of its modules get a new context.
 
