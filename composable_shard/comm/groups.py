@@ -60,8 +60,8 @@ class ShardGroup:
     reduce_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh | None, *, is_replicated: bool = False) -> ShardGroup:
-        """Return the groups of a mesh; without a mesh, of all ranks on the accelerator or CPU.
+    def from_mesh(cls, mesh: DeviceMesh, *, is_replicated: bool = False) -> ShardGroup:
+        """Return the groups of a mesh.
 
         The ranks of a 1-D mesh share the flat parameter. A 2-D mesh `(replicate, shard)` shares it
         along its second axis and holds copies along the first.
@@ -70,8 +70,6 @@ class ShardGroup:
             is_replicated: Whether every rank of the mesh holds the whole flat parameter instead.
         """
         begin_watch()
-        if mesh is None:
-            return _group_of_all_ranks(is_replicated)
         if mesh.ndim not in (1, 2):
             raise ValueError(
                 "expected a 1-D mesh, or a 2-D one (replicate, shard), "
@@ -101,6 +99,36 @@ class ShardGroup:
         # Not the mesh's coordinate: torch sorts a group's ranks, whatever order the mesh has.
         rank, size = inner.rank(), inner.size()
         return cls(inner, rank, size, device, replicate, joint, pipeline_group=stages)
+
+    @classmethod
+    def of_all_ranks(cls, *, is_replicated: bool = False) -> ShardGroup:
+        """Return all ranks, on the accelerator or the CPU; units that exist together share it.
+
+        Makes the default process group if there is none.
+        """
+        if not dist.is_initialized():
+            if dist.is_torchelastic_launched():
+                dist.init_process_group()
+            else:
+                _init_one_process()
+        begin_watch()
+        world = dist.group.WORLD
+        assert world is not None
+        known = _groups_of_world.setdefault(world, WeakValueDictionary())
+        device_type = _type_for(world)
+        key = device_type, is_replicated
+        found = known.get(key)
+        if found is None or found.device != _device_of(device_type):
+            if device_type != "cpu":
+                init_device_mesh(device_type, (world.size(),))  # sets the device of the process
+            rank, size, device = world.rank(), world.size(), _device_of(device_type)
+            joint = (world,) if size > 1 else ()
+            if is_replicated:
+                found = cls(world, 0, 1, device, joint, joint)
+            else:
+                found = cls(world, rank, size, device, joint_groups=joint)
+            known[key] = found
+        return found
 
     def check_host_collectives(self) -> None:
         """Check that the ranks can also send tensors in host memory."""
@@ -326,28 +354,6 @@ def _device_of(device_type: str) -> torch.device:
     return torch.device(device_type, torch.get_device_module(device_type).current_device())
 
 
-def _group_of_all_ranks(is_replicated: bool) -> ShardGroup:
-    """Return what `from_mesh` does without a mesh; units that exist together share it."""
-    if not dist.is_initialized():
-        if dist.is_torchelastic_launched():
-            dist.init_process_group()
-        else:
-            _init_one_process()
-    world = dist.group.WORLD
-    assert world is not None
-    known = _groups_of_world.setdefault(world, WeakValueDictionary())
-    device_type = _type_for(world)
-    key = device_type, is_replicated
-    found = known.get(key)
-    if found is None or found.device != _device_of(device_type):
-        if device_type == "cpu":  # init_device_mesh makes another gloo group where there is CUDA
-            mesh = DeviceMesh.from_group(world, device_type)
-        else:
-            mesh = init_device_mesh(device_type, (world.size(),))  # sets the device of the process
-        found = known[key] = ShardGroup.from_mesh(mesh, is_replicated=is_replicated)
-    return found
-
-
 def _type_for(group: dist.ProcessGroup) -> str:
     """Return the accelerator's type if a group communicates there by more than gloo, or "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -378,8 +384,7 @@ _logger = logging.getLogger("composable_shard")
 # Variables of launchers: torchrun, Slurm, Open MPI, MPICH.
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
-# Making a mesh takes longer with more ranks, and each unit needs one. Weak, so that a process group
-# ends with the units that use it.
+# Weak, so that a process group ends with the units that use it.
 _groups_of_world: WeakKeyDictionary[
     dist.ProcessGroup, WeakValueDictionary[tuple[str, bool], ShardGroup]
 ] = WeakKeyDictionary()

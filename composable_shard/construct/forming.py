@@ -210,7 +210,10 @@ def form_unit(
 
 def find_shard_group(options: UnitOptions) -> ShardGroup:
     """Return the ranks that share a unit with these options."""
-    return ShardGroup.from_mesh(options.mesh, is_replicated=options.strategy.facts.is_replicated)
+    is_replicated = options.strategy.facts.is_replicated
+    if options.mesh is None:
+        return ShardGroup.of_all_ranks(is_replicated=is_replicated)
+    return ShardGroup.from_mesh(options.mesh, is_replicated=is_replicated)
 
 
 def _set_owners(
