@@ -49,8 +49,8 @@ def get_optimizer_state_dict(
     The form is `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}`, as
     for a plain optimizer of the full model. State of a parameter's shape is a FlatShard that shares
     memory with the optimizer's. With `full_state_dict` it is a whole plain tensor, for one
-    all-gather for each flat parameter and kind of state. Parameters without state are left out. One
-    all-gather of 31 bytes for each process group compares the ranks.
+    all-gather for each flat parameter and kind of state. Parameters without state are left out. Two
+    all-gathers of 31 bytes for each process group compare the ranks.
 
     Args:
         model: The model that the optimizers were built for.
@@ -73,14 +73,17 @@ def get_optimizer_state_dict(
         for optimizer in as_list(optimizers):
             init_state(optimizer)
     ranks = ModelRanks(model)
-    with ranks.agreed():
-        groups = view_optimizers(model, as_list(optimizers))
     if options.full_state_dict and options.rank0_only:
         ranks.check_one_is_first()
     with ranks.agreed():
+        groups = view_optimizers(model, as_list(optimizers))
         found = {m.fqn: state_of(m, group.optimizer) for group in groups for m in group.members}
-    states = {fqn: found[fqn] for group in groups for fqn in group.fqns if found[fqn]}
-    states = _complete(ranks, groups, states, takes_large=options.full_state_dict)
+        states = {fqn: found[fqn] for group in groups for fqn in group.fqns if found[fqn]}
+        packed = _pack_kinds(groups, states)
+    messages = ranks.all_messages(packed)
+    if len(messages) > 1:
+        told: list[States] = [unpack(each) for each in messages]
+        states = _complete(ranks, groups, states, told, takes_large=options.full_state_dict)
     device = HOST if options.cpu_offload else None
     if options.full_state_dict:
         states = _make_full(ranks, groups, states, device, to_first=options.rank0_only)
@@ -95,8 +98,23 @@ def get_optimizer_state_dict(
     return {"state": states, "param_groups": param_groups}
 
 
+def _pack_kinds(groups: list[Group], states: States) -> list[Any]:
+    """Return a message about the state of managed parameters; a dtype stands for a shard."""
+    managed = {m.fqn for group in groups for m in group.members if m.managed is not None}
+    told = {
+        fqn: {k: v.dtype if isinstance(v, FlatShard) else v for k, v in states[fqn].items()}
+        for fqn in sorted(managed & states.keys())
+    }
+    return pack(told, {})
+
+
 def _complete(
-    ranks: ModelRanks, groups: list[Group], states: States, *, takes_large: bool
+    ranks: ModelRanks,
+    groups: list[Group],
+    states: States,
+    told: list[States],
+    *,
+    takes_large: bool,
 ) -> States:
     """Add state that only other ranks have, for parameters that one rank owns whole.
 
@@ -108,17 +126,6 @@ def _complete(
         for handle, names in names_by_handle(groups).items()
         for index, fqn in names.items()
     }
-    # A dtype stands for a shard.
-    mine = {
-        fqn: {k: v.dtype if isinstance(v, FlatShard) else v for k, v in states[fqn].items()}
-        for fqn in states.keys() & places.keys()
-    }
-    with ranks.agreed():
-        packed = pack(dict(sorted(mine.items())), {})
-    messages = ranks.all_messages(packed)
-    if len(messages) == 1:
-        return states
-    told: list[States] = [unpack(each) for each in messages]
     completed: States = {}
     with ranks.agreed():
         for fqn in [fqn for group in groups for fqn in group.fqns]:
