@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,7 @@ def arm(
     ]
     tensors = (output,) if isinstance(output, Tensor) else _tensors(output)
     if extents and any([_is_within(extents, tensor) for tensor in tensors]):
-        output = _map_output(partial(_copy_alias, extents), output)
+        output = map_tensors(output, partial(_copy_alias, extents))
         tensors = _tensors(output)
     if not torch.is_grad_enabled():
         return output, False
@@ -65,7 +65,7 @@ def arm(
     if call is not None and call.output_sequence_nr > newest:
         newest = call.output_sequence_nr
     if any([_is_older(tensor, newest) for tensor in tensors]):
-        output = _map_output(partial(_renew_older, newest), output)
+        output = map_tensors(output, partial(_renew_older, newest))
         tensors = _tensors(output)
     if call is not None:
         call.output_sequence_nr = next_sequence_nr()
@@ -163,7 +163,3 @@ def _copy_alias(extents: list[tuple[int, int]], tensor: Tensor) -> Tensor:
 def _tensors(output: Any) -> Sequence[Tensor]:
     """Return the tensors in an output; fast if it is a single tensor."""
     return (output,) if isinstance(output, Tensor) else list(iter_tensors(output))
-
-
-def _map_output(change: Callable[[Tensor], Tensor], output: Any) -> Any:
-    return change(output) if isinstance(output, Tensor) else map_tensors(output, change)
