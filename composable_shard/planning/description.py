@@ -276,7 +276,7 @@ def _dtypes(handles: Iterable[FlatParamHandle]) -> tuple[torch.dtype, ...]:
 def _names(state: ShardState) -> tuple[str, ...] | None:
     if state.forward_prefetch is None:
         return None
-    return tuple(target.name for ref in state.forward_prefetch if (target := ref()) is not None)
+    return tuple(target.name for target in state.in_tree(state.forward_prefetch))
 
 
 def _state_nbytes(optimizer: torch.optim.Optimizer) -> dict[int, int]:

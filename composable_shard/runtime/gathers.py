@@ -35,13 +35,13 @@ def choose_ahead(
     Args:
         state: The unit that runs now.
         prefetched: The units that were gathered ahead; `state` is removed.
-        chosen: The units that the user chose; None: choose from `upcoming`.
+        chosen: The units that the user chose, of this tree; None: choose from `upcoming`.
         upcoming: The units that came next the last time, in order; empty if the order has changed.
             None (a deleted unit) ends the choice.
     """
     prefetched.pop(state, None)
     if chosen is not None:
-        return [target for ref in chosen if (target := ref()) is not None]
+        return state.in_tree(chosen)
     targets: list[ShardState] = []
     nbytes = 0
     for target in upcoming:

@@ -274,17 +274,15 @@ def describe_options(state: ShardState) -> str:
         "no_gradient_sync": not state.requires_gradient_sync,
         "no_all_reduce": not state.requires_all_reduce,
         "is_not_last_backward": not state.is_last_backward,
-        "forward_prefetch": _names_of(state.forward_prefetch),
-        "backward_prefetch": _names_of(state.backward_prefetch),
+        "forward_prefetch": _names_of(state, state.forward_prefetch),
+        "backward_prefetch": _names_of(state, state.backward_prefetch),
     }
     return text + "".join(f" {name}={value}" for name, value in settings.items() if value)
 
 
-def _names_of(chosen: tuple[StateRef, ...] | None) -> str:
+def _names_of(state: ShardState, chosen: tuple[StateRef, ...] | None) -> str:
     """Return the names of units, "" where the user has chosen none."""
-    if chosen is None:
-        return ""
-    return str([state.name for ref in chosen if (state := ref()) is not None])
+    return "" if chosen is None else str([each.name for each in state.in_tree(chosen)])
 
 
 @dataclass

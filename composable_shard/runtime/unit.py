@@ -166,6 +166,11 @@ class ShardState:
         """Change a setting: what backwards reduce or read, or which units are gathered ahead."""
         setattr(self, setting, value)
 
+    def in_tree(self, chosen: Sequence[StateRef]) -> list[ShardState]:
+        """Return those of some units that are in this one's tree; others may be gone on a rank."""
+        units = [unit for ref in chosen if (unit := ref()) is not None]
+        return [unit for unit in units if unit.context is self.context]
+
     def leave_out(self, ignored: list[Slot]) -> None:
         """Note the places of parameters of its modules that were left out on purpose."""
         self.ignored = ignored
@@ -388,11 +393,6 @@ class TreeContext:
         self.may_recompute = other.may_recompute & own
         for state in self.live_states():
             state.forward_order = []
-            ahead = state.forward_prefetch, state.backward_prefetch
-            state.forward_prefetch, state.backward_prefetch = (
-                None if chosen is None else tuple(each for each in chosen if each in own)
-                for chosen in ahead
-            )
 
     def give_up(self, states: Sequence[ShardState]) -> None:
         """Remove units that get another context."""
