@@ -46,7 +46,6 @@ from composable_shard.comm.hooks import (
 )
 from composable_shard.comm.host_group import HostGroup, get_host_group
 from composable_shard.comm.order import (
-    before_next_collective,
     exchange_always,
     has_failed,
     note_setting,

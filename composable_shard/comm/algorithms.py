@@ -37,7 +37,7 @@ from composable_shard.comm.devices import (
 )
 from composable_shard.comm.identity_exchange import make_exchange
 from composable_shard.comm.messages import LOW_PRECISION, Works, exchange
-from composable_shard.comm.order import identify, order_of
+from composable_shard.comm.order import MAX_ISSUED, identify, order_of
 from composable_shard.comm.watch import fail
 from composable_shard.torch_private import all_gather_base_of, reduce_scatter_base_of
 
@@ -210,8 +210,8 @@ class AllGather:
             identity = identify(what, "all_gather", self._nbytes, is_of_step=bool(when))
             self._identities[when] = identity
         order = self._order  # as `note` does, without a call
-        if len(order.issued) > order.room:
-            order.make_room()
+        if len(order.issued) > MAX_ISSUED:
+            order.fold()
         order.issued.append(identity)
         if self._exchange is not None and (is_rare or order.is_checked):
             self._exchange(is_rare)
@@ -405,8 +405,8 @@ class ReduceScatter:
             identity = identify(what, "reduce_scatter", nbytes, is_of_step=True)
             self._identities[key] = identity
         order = self._order  # as `note` does, without a call
-        if len(order.issued) > order.room:
-            order.make_room()
+        if len(order.issued) > MAX_ISSUED:
+            order.fold()
         order.issued.append(identity)
         if self._exchange is not None and order.is_checked:
             self._exchange(False)

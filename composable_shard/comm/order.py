@@ -23,7 +23,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary
@@ -85,10 +85,8 @@ class GroupOrder:
         self.timeout: timedelta | None = None  # of its messages; None for the group's
         # Formed by `fully_shard` so far, by the names of all groups that a unit goes over
         self.num_units: Counter[tuple[str, ...]] = Counter()
-        self.room = MAX_ISSUED  # how long `issued` may get before `make_room` is called
         # What was started last, for `settle`; an interrupt's traceback keeps it
         self.posted: ReferenceType[Waitable] | None = None
-        self._before_next: list[Callable[[], object]] = []
         self.last_step: list[int] = []  # of the last step, what all data-parallel ranks issue
         # Whether identities are exchanged before a backend's collectives, and before gloo's [Note:
         # First steps]
@@ -103,23 +101,9 @@ class GroupOrder:
 
     def note(self, identity: int) -> None:
         """Enter a collective that is issued now."""
-        if len(self.issued) > self.room:
-            self.make_room()
-        self.issued.append(identity)
-
-    def run_before_next(self, run: Callable[[], object]) -> None:
-        """Call a function before the next collective; it may issue that collective itself."""
-        self._before_next.append(run)
-        self.room = -1
-
-    def make_room(self) -> None:
-        """Run what comes before the next collective; let `issued` be short."""
-        self.room = MAX_ISSUED
-        waiting, self._before_next = self._before_next, []
-        for run in waiting:
-            run()
-        if len(self.issued) > self.room:
+        if len(self.issued) > MAX_ISSUED:
             self.fold()
+        self.issued.append(identity)
 
     def fold(self) -> int:
         """Begin the record of a new step; return a digest of the last one."""
@@ -211,12 +195,6 @@ def all_orders() -> list[tuple[dist.ProcessGroup, GroupOrder]]:
 def has_failed(group: dist.ProcessGroup) -> bool:
     """Return whether a group is closed, because its ranks were out of step or one is gone."""
     return order_of(group).failure is not None
-
-
-def before_next_collective(run: Callable[[], object], groups: Iterable[dist.ProcessGroup]) -> None:
-    """Call a function before the next collective on any of these groups."""
-    for group in dict.fromkeys(groups):
-        order_of(group).run_before_next(run)
 
 
 def exchange_always(groups: Iterable[dist.ProcessGroup]) -> None:

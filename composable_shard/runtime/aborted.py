@@ -1,4 +1,4 @@
-"""Backwards that failed or reached no unit: dropped gradients, reductions issued afterwards.
+"""Backwards that failed or reached no unit, and their gradients, which are dropped.
 
 [Note: End of backward]
 The autograd engine calls back at the end of a backward pass, but only if it succeeds. Only the
@@ -10,38 +10,16 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from contextlib import suppress
 from typing import Any
 
 import torch
 
-from composable_shard.comm import before_next_collective, has_failed
+from composable_shard.comm import has_failed
 from composable_shard.flat_param import forget_pending
 from composable_shard.runtime.gathers import return_to_idle
-from composable_shard.runtime.reducing import defers_all_reduce, early_trees
-from composable_shard.runtime.reduction_order import Turns
 from composable_shard.runtime.saved_values import warn_of_late_read
 from composable_shard.runtime.unit import IDLE, TreeContext, trees
 from composable_shard.torch_private import current_backward_id
-
-
-def catch_up_before_next(context: TreeContext, turns: Turns) -> None:
-    """Register `run` to be called before the next collective on the tree's groups.
-
-    It issues reductions that peers may have issued. Nothing here can block or fail. [Note: Buckets]
-    """
-    ref = weakref.ref(context)
-
-    def run() -> None:
-        if (found := ref()) is not None:
-            drop_aborted(found)
-
-    states = [each for each in context.live_states() if each.buckets and each.buckets.is_under_way]
-    full = [handle for state in states if state.buckets for handle in state.buckets.take_expected()]
-    due = [h for each in full for h in (turns.take(each) if each in turns else [each])]
-    context.expected = due if states else None
-    groups = [handle.shard_group for state in states for handle in state.handles]
-    before_next_collective(run, [each for one in groups for each in one.groups])
 
 
 def drop_aborted(context: TreeContext) -> None:
@@ -52,11 +30,6 @@ def drop_aborted(context: TreeContext) -> None:
     """
     if not context.has_aborted:
         return
-    try:
-        context.has_aborted = False  # its collectives may call this again
-        _catch_up(context)
-    finally:
-        context.has_aborted = True  # until all is dropped
     context.forget_graphs()
     for state in context.live_states():
         for handle in state.handles:
@@ -103,28 +76,6 @@ def _next_backward_id() -> int:
     return found[0]
 
 
-def _catch_up(context: TreeContext) -> None:
-    """Issue the reductions that other ranks may have issued before a backward failed.
-
-    Errors are suppressed, because the results are dropped anyway. [Note: Buckets]
-    """
-    expected, context.expected = context.expected, None
-    if expected is None:
-        return
-    with suppress(Exception):
-        for handle in context.live_handles():
-            handle.grads.advance()
-        for handle in expected:
-            state = context.owner_of(handle)
-            handle.grads.issue(
-                context.streams,
-                context.scratch,
-                keep_unsharded=True,
-                is_deferred=state is not None and defers_all_reduce(state, handle),
-            )
-            handle.grads.advance()
-
-
 def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]) -> None:
     """Forget an aborted backward, which the engine has dropped; show the sharded parameters.
 
@@ -135,8 +86,6 @@ def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]
     if context is None or backward is None or not backward.is_called_by(callback):
         return
     context.backward, context.has_aborted, context.open_calls = None, True, 0
-    early_trees.pop(context, None)
-    catch_up_before_next(context, backward.turns)
     armed = [state for ref in context.armed if (state := ref()) is not None]
     groups = {group for h in context.live_handles() for group in h.shard_group.joint_groups}
     if not any(map(has_failed, groups)):  # whose error tells more

@@ -13,11 +13,9 @@ from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.backward_pass import (
     BackwardPass,
     begin_backward,
-    let_buckets_go,
     reduce_buckets,
 )
 from composable_shard.runtime.gathers import gather_in_backward
-from composable_shard.runtime.reducing import early_trees
 from composable_shard.runtime.unit import ShardState, TrainingState, num_calls
 from composable_shard.torch_private import current_backward_id
 
@@ -78,8 +76,6 @@ class CallReached:
             raise RuntimeError(f"unit '{state.name}' was never prepared; please report this")
         _check_not_in_scope(state)
         backward: BackwardPass = context.backward or begin_backward(context)
-        if early_trees and context not in early_trees:
-            let_buckets_go(context)
         self.backward_id = backward.graph_task_id
         if outer is not None and outer.backward_id != self.backward_id and outer.is_announceable:
             outer()
@@ -134,7 +130,6 @@ def recompute(state: ShardState) -> None:
     context = state.context
     if context is None:
         return
-    let_buckets_go()
     backward = begin_backward(context)
     backward.recomputed.add(state)
     if state.is_checkpointed and state.call_number >= context.call_start:
@@ -260,10 +255,7 @@ def _reach_buckets(
         handle.requires_grad and handle not in backward.turns for handle in state.handles
     )
     may_go = runs_alone and is_sure
-    queue = _ending_next(backward, state, start) if may_go else []
-    state.buckets.reach(start if may_go else None, queue)
-    if queue:
-        early_trees[backward.context] = None
+    state.buckets.reach(start if may_go else None)
 
 
 def _ending_next(backward: BackwardPass, state: ShardState, position: int) -> list[FlatParamHandle]:

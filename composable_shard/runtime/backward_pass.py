@@ -32,7 +32,6 @@ from composable_shard.runtime.gathers import (
 )
 from composable_shard.runtime.reducing import (
     defers_all_reduce,
-    early_trees,
     find_buckets,
     find_late,
     find_unsynced,
@@ -279,8 +278,6 @@ class BackwardPass:
             handle: The handle to reduce.
             keeps: Whether the full values must stay.
         """
-        if early_trees and self.context not in early_trees:
-            let_buckets_go(self.context)
         # One reduction in flight: ending the last one here bounds the buffers to two units.
         self._advance_in_flight()
         context, is_deferred = self.context, defers_all_reduce(state, handle)
@@ -313,8 +310,6 @@ class BackwardPass:
     def finish(self) -> None:
         """Reduce the remaining handles, publish all gradients, and run their hooks."""
         self._is_ending = True
-        early_trees.pop(self.context, None)
-        let_buckets_go(self.context)
         if self.early is not None and self.early.pending:
             # The flags below leave out handles with final gradients, so these must be known first.
             self._advance_in_flight()
@@ -448,21 +443,6 @@ class BackwardPass:
                 del error  # its traceback refers to this frame: a cycle
 
 
-def let_buckets_go(context: TreeContext | None = None) -> None:
-    """Reduce buckets that a rank may have reduced early, before other collectives, [Note: Buckets].
-
-    Args:
-        context: The tree that is about to issue; its own buckets wait. None: a recomputation.
-    """
-    for other in [each for each in early_trees if each is not context]:
-        early_trees.pop(other)
-        for state in other.live_states():
-            if state.buckets is not None and state.buckets.is_under_way:
-                backward: BackwardPass = other.backward
-                due = [each for each in state.buckets.take_expected() if each in backward.reducing]
-                reduce_buckets(backward, state, due)
-
-
 def reduce_buckets(
     backward: BackwardPass, state: ShardState, handles: Iterable[FlatParamHandle]
 ) -> None:
@@ -484,7 +464,6 @@ def begin_backward(context: TreeContext) -> BackwardPass:
     """Return the tree's running backward; begin one if none runs, after dropping an aborted one."""
     backward: BackwardPass | None = context.backward
     if backward is None:
-        let_buckets_go(context)
         if context.has_aborted:
             drop_aborted(context)
         backward = BackwardPass(context)

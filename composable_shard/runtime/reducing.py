@@ -11,9 +11,6 @@ from composable_shard.runtime.reduction_order import LATE
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.torch_private import DisableTorchFunctionSubclass
 
-# Trees whose backward may have reduced buckets early on some ranks. At most one.
-early_trees: dict[TreeContext, None] = {}
-
 
 def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
     """Enter a setting into the order that the ranks compare, so that they find a rank without it.

@@ -33,9 +33,9 @@ collectives in the same order. So a bucket is reduced early only
 - if no hook waits for its gradients, see [Note: Early gradients].
 
 These are facts of the forward, the same on all ranks. Where they do not hold, buckets wait for the
-unit's end. Before another tree issues a collective in a backward, or in a forward that a backward
-runs again, all ranks issue the reductions that any of them may have issued early. Ranks must not
-decide by which other trees exist, because each collects garbage at a different time.
+unit's end. If ranks use different parameters of a unit, they fill its buckets at different moments:
+a collective of another tree, or of a recomputation, that comes before the unit's end then finds the
+ranks out of step, and so does the first one after a backward that fails there.
 
 A rank that reduces early waits for the others in the middle of its backward; they must take part
 even if they have no gradient at all. So each backward begins with a flag reduction that shows
@@ -46,10 +46,7 @@ Where gradients lie in a persistent buffer, a full bucket waits for its turn ins
 reduce it in any case, so no flag is sent ahead, and ranks may fill buckets in any order. [Note:
 Agreed order]
 
-If a backward fails at the same point on all ranks, some may have reduced more buckets than others.
-Before the next collective, each rank issues the unit's reductions that others might have issued
-early and it has not, and drops the results. A bucket that is tied to another unit's parameters ends
-with that unit, after them.
+A bucket that is tied to another unit's parameters ends with that unit, after them.
 
 A nested backward, as reentrant checkpointing runs it, may accumulate a gradient after its bucket
 was reduced. The gradient then stays where autograd put it, and the flags at the end of the backward
@@ -89,39 +86,21 @@ LATE = 2  # some rank has gradients of a handle that came after its reduction
 
 
 class Buckets:
-    """Progress of the running backward with the buckets of a unit, see [Note: Buckets].
-
-    It outlives a `BackwardPass`: after an abort it shows what other ranks may have issued.
-    """
+    """Progress of the running backward with the buckets of a unit, see [Note: Buckets]."""
 
     def __init__(self) -> None:
         self._position: int | None = None
-        self._queue: list[FlatParamHandle] = []
-        self._is_under_way = False
         self._full: set[FlatParamHandle] = set()
         self._issued: set[FlatParamHandle] = set()
         self._is_late = False  # some backward had a gradient after its bucket was reduced
 
-    def reach(self, position: int | None, queue: list[FlatParamHandle]) -> None:
+    def reach(self, position: int | None) -> None:
         """Note that the backward has reached a call of the unit.
 
         Args:
             position: Number of the call; None if buckets may not be reduced early.
-            queue: The buckets that others may reduce early, in the order in which the unit's end
-                reduces them.
         """
-        self._position, self._queue = position, queue
-        self._is_under_way = len(queue) > 0
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether some rank may have reduced buckets early, and the unit's end is still to come."""
-        return self._is_under_way and not self._is_late
-
-    def take_expected(self) -> list[FlatParamHandle]:
-        """Return the buckets that other ranks may have reduced early and this one has not."""
-        queue, self._queue = self._queue, []
-        return [each for each in queue if each.requires_grad and each not in self._issued]
+        self._position = position
 
     def may_go_early(self, handle: FlatParamHandle, position: int) -> bool:
         """Return whether a bucket that is full may be reduced before its unit's end."""
@@ -153,7 +132,6 @@ class Buckets:
 
     def end(self, handle: FlatParamHandle) -> bool:
         """Note the end of the unit; return whether the bucket was reduced early."""
-        self._is_under_way = False
         was_issued = handle in self._issued
         self._issued.discard(handle)
         self._full.discard(handle)
@@ -166,7 +144,7 @@ class Buckets:
 
     def reset(self) -> None:
         """Forget the backward, which is over."""
-        self._position, self._is_under_way, self._queue = None, False, []
+        self._position = None
         self._full.clear()
         self._issued.clear()
 

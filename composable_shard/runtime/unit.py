@@ -315,8 +315,7 @@ class TreeContext:
         has_changed: The next call must rebuild the tree, [Note: Units that are taken out].
         backward: The running `BackwardPass` or None; untyped, because its module imports this one.
         last_backward_id: Number of the last backward; `probed_backward_id`: of the last empty one.
-        has_aborted: The gradients of an aborted backward are not dropped yet. `expected`: handles
-            that peers may have reduced already, to issue before the next collective; None: none.
+        has_aborted: The gradients of an aborted backward are not dropped yet.
         flag_reductions: Flag reductions that a backward issued and may not have waited for.
         has_agreed: The ranks have compared their models and options, and they are equal.
         is_checked: Lazy init is complete (also buffers are initialised), so calls skip it.
@@ -342,7 +341,6 @@ class TreeContext:
         self.last_backward_id = self.probed_backward_id = -1
         self.has_aborted = self.spans_calls = self.has_regions = self.has_changed = False
         self.flag_reductions: list[FlagReduction] = []
-        self.expected: list[FlatParamHandle] | None = None
         self._has_warned_of_host_memory = False
         self.has_agreed = self.is_checked = False
         self.streams = make_streams(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,18 +23,22 @@ from composable_shard import (
     FlatLayout,
     MixedPrecisionPolicy,
     ShardingStrategy,
-    clip_grad_norm_,
     fully_shard,
     get_handles,
-    get_model_state_dict,
-    lazy_init,
     no_sync,
     set_requires_all_reduce,
     shard_model,
 )
 from composable_shard.comm.trace import trace_events
 from composable_shard.layout.flat_layout import cut_buckets
-from tests.harness.helpers import Planned, assert_equal, distributed, peak_bytes
+from tests.harness.helpers import (
+    Planned,
+    RankError,
+    assert_equal,
+    distributed,
+    peak_bytes,
+    run_ranks,
+)
 from tests.harness.pairs import pairwise
 from tests.harness.properties import examples
 from tests.programs.models import (
@@ -439,77 +442,58 @@ def test_parameters_that_some_ranks_use(
     assert_at_rest(twins.sharded)
 
 
-def _change_a_setting(model: nn.Module) -> None:
-    with no_sync(model):
-        pass  # a setting, which is entered into the order of collectives
-
-
-def _clip_gradients(model: nn.Module) -> None:
-    clip_grad_norm_(model, 1.0)
-
-
-def _read_whole_values(model: nn.Module) -> None:
-    model.last.weight.full_tensor()
-    get_model_state_dict(model)
-
-
-def _take_a_norm(model: nn.Module) -> None:
-    model.last.weight.norm()
-
-
-@pytest.mark.parametrize(
-    ("strategy", "then"),
-    [
-        *((strategy, _change_a_setting) for strategy in STRATEGIES),
-        *(
-            (ShardingStrategy.FULL_SHARD, then)
-            for then in (_clip_gradients, _read_whole_values, _take_a_norm, lazy_init)
-        ),
-    ],
-)
-@distributed(2)
-def test_a_backward_fails_when_ranks_have_reduced_different_buckets(
-    strategy: ShardingStrategy, then: Callable[[nn.Module], object]
-) -> None:
-    """All ranks have issued the same collectives before the program calls anything else."""
-    _fail_and_step(Twins(_Picky, partial(_bucketed, cap=64 / MIB, strategy=strategy)), then)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
-def test_a_backward_fails_beside_a_model_that_one_rank_has_let_go(
+def test_a_backward_fails_after_buckets_that_all_ranks_have_reduced(
     strategy: ShardingStrategy,
 ) -> None:
-    """Garbage is collected at other moments on each rank: buckets go early on one of them."""
+    """The next step is right."""
     twins = Twins(_Picky, partial(_bucketed, cap=64 / MIB, strategy=strategy))
-    others = [_bucketed(Net())]
-    outputs = [loss_of(others[0])]
-    if dist.get_rank() == 0:
-        others.clear()
-        outputs.clear()
-        gc.collect()
-    _fail_and_step(twins)
-
-
-def _fail_and_step(twins: Twins, then: Callable[[nn.Module], object] = _change_a_setting) -> None:
-    """Let a backward fail whose ranks used different layers; take a right step. Twice."""
-
-    def fail(grad: Tensor) -> None:
-        raise ValueError("planned")
-
     for step in range(2):
-        x = torch.ones(4, 5, requires_grad=True)
-        x.register_hook(fail)
-        used = [0] if dist.get_rank() == step else [0, 1, 2]
-        with pytest.raises(ValueError, match="planned"):
-            twins.sharded(x, used).sum().backward()
-        y = rank_input(4, 5, step=step)
-        then(twins.sharded)
-        twins.step(lambda model, y=y, used=used: model(y, used).square().mean())
+        _fail(twins.sharded, [0, 1])
+        x = rank_input(4, 5, step=step)
+        twins.step(lambda model, x=x: model(x, [0, 1]).square().mean())
         twins.assert_equal_gradients()
         for model in twins:
             model.zero_grad()
     assert_at_rest(twins.sharded)
+
+
+def _fail(model: nn.Module, used: list[int]) -> None:
+    def fail(grad: Tensor) -> None:
+        raise Planned
+
+    x = torch.ones(4, 5, requires_grad=True)
+    x.register_hook(fail)
+    with pytest.raises(Planned):
+        model(x, used).sum().backward()
+
+
+def _fail_after_different_buckets(strategy: ShardingStrategy) -> None:
+    model = _bucketed(_Picky(), 64 / MIB, strategy=strategy)
+    used = [0, 1, 2] if dist.get_rank() else [0]
+    _fail(model, used)
+    model(rank_input(4, 5), used).square().mean().backward()
+
+
+def _run_two_trees(used: list[list[int]]) -> None:
+    pair = [_bucketed(_Picky(), 64 / MIB) for _ in range(2)]
+    pair[1](pair[0](rank_input(4, 5), [0]), used[dist.get_rank()]).mean().backward()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(partial(_fail_after_different_buckets, strategy) for strategy in STRATEGIES),
+        partial(_run_two_trees, [[], [0, 1, 2]]),
+    ],
+)
+def test_a_collective_that_comes_between_different_buckets(body: partial[None]) -> None:
+    """All ranks raise: one has issued reductions that the other has not."""
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, body.func, *body.args)
+    assert len(caught.value.errors) == 2
+    assert all("the ranks are not in step" in text for text in caught.value.errors.values())
 
 
 class _TiedOutside(_Picky):
@@ -530,9 +514,15 @@ def _shard_tied(model: nn.Module, **options: Any) -> None:
 
 
 @distributed(2)
-def test_a_backward_fails_when_a_bucket_is_tied_to_another_unit() -> None:
-    """That bucket ends with the other unit, so nobody reduces it among the first ones."""
-    _fail_and_step(Twins(_TiedOutside, partial(_shard_tied, cap=64 / MIB)))
+def test_a_bucket_that_is_tied_to_another_unit() -> None:
+    """It ends with the other unit, so nobody reduces it among the first ones."""
+    twins = Twins(_TiedOutside, partial(_shard_tied, cap=64 / MIB))
+    for step in range(3):
+        used = [0] if dist.get_rank() == step % 2 else [0, 1, 2]
+        x = rank_input(4, 5, step=step)
+        twins.step(lambda model, x=x, used=used: model(x, used).square().mean())
+    twins.assert_equal_gradients()
+    assert_at_rest(twins.sharded)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -547,83 +537,35 @@ def test_a_rank_without_any_gradient(strategy: ShardingStrategy) -> None:
     assert_at_rest(twins.sharded)
 
 
-@distributed(2)
-def test_two_trees_in_one_backward() -> None:
-    """One tree's gathers and the other's buckets keep one order on all ranks."""
-    twins = Twins(
+def _two_trees() -> Twins:
+    return Twins(
         lambda: nn.ModuleList([_Picky(), _Picky()]),
         lambda pair: [_bucketed(model, 64 / MIB) for model in pair],
     )
+
+
+@distributed(2)
+def test_two_trees_in_one_backward() -> None:
+    """One tree's gathers and the other's buckets keep one order on all ranks."""
+    twins = _two_trees()
     for step in range(3):
-        used = [[0, 1, 2], [step] if dist.get_rank() else []]
         x = rank_input(4, 5, step=step)
-        twins.step(lambda pair, x=x, used=used: pair[1](pair[0](x, used[0]), used[1]).mean())
+        twins.step(lambda pair, x=x: pair[1](pair[0](x, [0, 2]), [0, 1, 2]).mean())
+    twins.assert_equal_gradients()
     assert_at_rest(twins.sharded)
 
 
 @distributed(2)
 def test_two_trees_in_a_backward_after_another_one() -> None:
     """The first backward may leave graphs of both trees, though nothing waits for them."""
-    twins = Twins(
-        lambda: nn.ModuleList([_Picky(), _Picky()]),
-        lambda pair: [_bucketed(model, 64 / MIB) for model in pair],
-    )
-    used = [0, 1, 2] if dist.get_rank() else []
+    twins = _two_trees()
     x = rank_input(4, 5)
     for pair in twins:
-        losses = [(pair[0](x, [0]) * pair[1](x + i, used)).square().mean() for i in range(2)]
+        losses = [(pair[0](x, [0]) * pair[1](x + i, [0, 1, 2])).square().mean() for i in range(2)]
         for loss in losses:
             twins.backward(pair, loss)
     twins.assert_equal_gradients()
     assert_at_rest(twins.sharded)
-
-
-class _RegionBeside(nn.Module):
-    """A layer that may leave parameters out, and others in a region of reentrant checkpointing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), _Picky()])
-
-    def forward(self, x: Tensor, used: list[int], order: str) -> Tensor:
-        if order == "last":
-            return self.layers[2](checkpoint(self._region, x, use_reentrant=True), used)
-        y = self.layers[2](x, used)
-        return checkpoint(self._region, y if order == "first" else x, use_reentrant=True) + y
-
-    def _region(self, x: Tensor) -> Tensor:
-        return self.layers[1](torch.tanh(self.layers[0](x)))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@distributed(2)
-def test_a_region_of_other_trees_beside_a_model_that_one_rank_has_let_go(
-    strategy: ShardingStrategy,
-) -> None:
-    """Garbage on one rank: buckets go before what another tree issues, and not by what is alive."""
-    garbage = [_bucketed(Net(), strategy=strategy)]
-    garbage[0].itself = garbage  # a cycle
-    x = rank_input(4, 5).requires_grad_()
-    outputs = [loss_of(garbage[0])]
-    gc.disable()
-    del garbage, outputs[:]
-    if dist.get_rank() == 0:
-        gc.collect()
-    try:
-        for order in ("last", "first", "beside"):
-            twins = Twins(
-                _RegionBeside,
-                lambda model: [
-                    _bucketed(layer, 64 / MIB, strategy=strategy) for layer in model.layers
-                ],
-            )
-            for step in range(4):
-                used = [0, 1, 2] if dist.get_rank() == step % 2 else [1]
-                x = rank_input(4, 5, step=step).requires_grad_()
-                twins.step(lambda model, x=x, u=used, o=order: model(x, u, o).square().mean())
-            assert_at_rest(twins.sharded)
-    finally:
-        gc.enable()
 
 
 class _RunsAnother(nn.Module):
