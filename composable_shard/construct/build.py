@@ -31,7 +31,6 @@ from composable_shard.flat_param import (
 from composable_shard.layout import FlatLayout, cut_buckets
 from composable_shard.options import UnitOptions
 from composable_shard.runtime import (
-    Buckets,
     BufferBroadcast,
     ShardState,
     cast_buffers,
@@ -184,7 +183,7 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
         plan.modules,
         [handle for _, handle in built],
         list(dict.fromkeys(item.handle for item in plan.borrowed)),
-        buckets=Buckets() if has_buckets else None,
+        has_buckets=has_buckets,
         buffers=buffers,
     )
     state.leave_out(plan.ignored)

@@ -123,34 +123,6 @@ def checked_gradient(param: FlatShard, grad: Tensor) -> FlatShard:
     )
 
 
-class AwaitedGradients:
-    """Counts the gradients of a flat parameter's parameters in a backward pass."""
-
-    def __init__(self, num_params: int) -> None:
-        self._is_awaited = [True] * num_params  # not counted yet in this backward
-        self._num_awaited = num_params
-
-    def count(self, index: int) -> bool:
-        """Count an accumulated gradient; return whether it was the last one awaited."""
-        if not self._is_awaited[index]:
-            return False
-        # Count each once: a nested backward (reentrant checkpointing) may accumulate one
-        # parameter's gradient twice before another's has arrived.
-        self._is_awaited[index] = False
-        self._num_awaited -= 1
-        if self._num_awaited:
-            return False
-        self.reset()
-        return True
-
-    def reset(self) -> None:
-        """Restart the count, for the next backward."""
-        if self._num_awaited == len(self._is_awaited):
-            return
-        self._num_awaited = len(self._is_awaited)
-        self._is_awaited = [True] * self._num_awaited
-
-
 def copy_arrived(
     target: Sequence[Tensor], source: Sequence[Tensor], arrived: Sequence[bool], scale: float
 ) -> None:

@@ -22,7 +22,6 @@ from composable_shard.flat_param.full_values import (
     FullValues,
 )
 from composable_shard.flat_param.grad_pieces import (
-    AwaitedGradients,
     GradPieces,
     OwnBuffer,
     Packing,
@@ -67,7 +66,6 @@ class FlatGradients:
         is_unsynced: Gradients were left to a later reduction, and perhaps dropped on some ranks.
         has_graph: Gradients came with a graph (create_graph), which is not kept.
         marks: (parameter, indices) pairs whose `.grad` is a PendingGradient.
-        awaited: Counts the parameters whose gradient this backward has accumulated.
         packing: How gradients are packed; None without buffers for them.
         layout: The parameters' layout, in which frozen ones may have no elements.
         pieces: Cuts the reduced shard into the parameters' gradients.
@@ -92,7 +90,6 @@ class FlatGradients:
         self.reduced: Tensor | None = None
         self.is_unsynced = self.is_direct = self.has_graph = False
         self.marks: list[tuple[FlatShard, list[int]]] = []
-        self.awaited = AwaitedGradients(len(layout.numels))
         self.host: HostGradient | None = None
         self._own = OwnBuffer()
         self.views: list[Tensor] | None = None
@@ -474,7 +471,6 @@ class FlatGradients:
         self.reduced = None
         self.close()
         self.was_used = [False] * len(self.was_used)
-        self.awaited.reset()
         self.free_buffers()
 
     def close(self) -> None:

@@ -22,7 +22,6 @@ from composable_shard.runtime.initialization import (
 )
 from composable_shard.runtime.membership import join_owners, share_context
 from composable_shard.runtime.reducing import note_setting
-from composable_shard.runtime.reduction_order import Buckets
 from composable_shard.runtime.tree import (
     ModuleTree,
     attach_state,

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from itertools import takewhile
 from typing import Any
 
 import torch
 
 from composable_shard.comm import trace
 from composable_shard.flat_param import FlatParamHandle
-from composable_shard.runtime.backward_pass import (
-    BackwardPass,
-    begin_backward,
-    reduce_buckets,
-)
+from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.gathers import gather_in_backward
+from composable_shard.runtime.reduction_queue import CLOSED, DELIVERED, Item
 from composable_shard.runtime.unit import ShardState, TrainingState, num_calls
 from composable_shard.torch_private import current_backward_id
 
@@ -82,8 +78,8 @@ class CallReached:
         if torch.is_grad_enabled():
             backward.make_graph(state)
         backward.reach(state, self._start, self.end)
-        if state.buckets is not None:
-            _reach_buckets(backward, state, self._start, runs_alone=self.runs_alone)
+        if state.has_buckets:
+            backward.queue.open_window(state, self._start, runs_alone=self.runs_alone)
         # The owner of borrowed handles may have ended since, and freed them.
         has_borrowed = all([handle.shown.is_unsharded for handle in state.borrowed])
         if state.training_state is TrainingState.PRE_BACKWARD and has_borrowed:
@@ -101,7 +97,7 @@ class CallReached:
 def runs_alone(state: ShardState) -> bool:
     """Return whether no other unit ran in the last call of one with buckets, [Note: Buckets]."""
     has_units_inside = num_calls[0] != state.last_call
-    return state.buckets is not None and not has_units_inside and not state.is_checkpointed
+    return state.has_buckets and not has_units_inside and not state.is_checkpointed
 
 
 def _unshard(backward: BackwardPass, state: ShardState) -> None:
@@ -135,11 +131,11 @@ def recompute(state: ShardState) -> None:
     if state.is_checkpointed and state.call_number >= context.call_start:
         # There may be no unit around it whose output was reached, [Note: End of a unit].
         backward.end_units_after(state.call_end)
-    if backward.early is not None:
-        backward.early.check_not_written(state.needed)
+    backward.queue.check_not_written(state.needed)
     for handle in state.needed:
-        # Restart the count: earlier gradients don't count towards this forward's.
-        handle.grads.awaited.reset()
+        if handle in backward.queue.items:
+            # Restart the count: earlier gradients don't count towards this forward's.
+            backward.queue.items[handle].counted.clear()
         handle.unshard(context.streams, "backward")
     for handle in state.needed:
         handle.full.wait()
@@ -152,46 +148,36 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
     if state is None or state.context is None:
         return
     backward: BackwardPass | None = state.context.backward
-    if backward is None or handle not in backward.positions:
-        backward = _enter(state, handle, index)
-    position = backward.positions[handle]
-    backward.accumulates = True
-    if state.buckets is not None and state.buckets.is_issued(handle):
-        state.runs_backwards = True
-        return  # [Note: Buckets]: a nested backward's late gradient stays in `.grad`
-    if backward.early is not None:
-        backward.early.note_accumulated(handle, index)
-    counts_each = state.buckets is not None or position == -1 or handle.shown.has_early_hooks
-    _pack(backward, state, handle, index, counts_each=counts_each)
-    if state.buckets is not None:
-        _end_full_buckets(backward, state, handle, index)
-    elif position == -1:
-        backward.counted.add(handle)
-        if handle.grads.awaited.count(index):
-            _end_unannounced(backward, state, handle)
+    item = None if backward is None else backward.queue.items.get(handle)
+    if backward is None or item is None or item.position == CLOSED:
+        backward, item = _enter(state, handle, index)
+    backward.queue.accumulates = True
+    is_counted = state.has_buckets or item.position == -1 or handle.shown.has_early_hooks
+    _pack(backward, item, index, is_counted=is_counted)
+    if is_counted and item.count(index):
+        backward.end_full(item)
 
 
-def _enter(state: ShardState, handle: FlatParamHandle, index: int) -> BackwardPass:
-    """Return the backward with the handle open; a gradient may be the first sign of either."""
+def _enter(state: ShardState, handle: FlatParamHandle, index: int) -> tuple[BackwardPass, Item]:
+    """Return the backward and its open item; a gradient may be the first sign of either."""
     assert state.context is not None
     _check_not_in_scope(state)
     backward = begin_backward(state.context)
-    if handle not in backward.positions:
-        if backward.early is not None:
-            backward.early.check_not_delivered(handle, index)
+    item = backward.queue.items[handle]
+    if item.position == CLOSED:
+        if item.stage is DELIVERED:
+            raise RuntimeError(
+                f"a gradient of parameter '{handle.entries[index].label}' came after the hooks on "
+                "its unit (register_post_accumulate_grad_hook) had run. Pass use_reentrant=False "
+                "to torch.utils.checkpoint, and run no backward inside a backward."
+            )
         backward.open_unit(state, -1)
-    return backward
+    return backward, item
 
 
-def _pack(
-    backward: BackwardPass,
-    state: ShardState,
-    handle: FlatParamHandle,
-    index: int,
-    *,
-    counts_each: bool,
-) -> None:
+def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -> None:
     """Move a gradient into the reduce buffer; later ones go there directly where allowed."""
+    state, handle = item.state, item.handle
     if torch.is_grad_enabled():
         # create_graph: the packed copy must not become part of the graph.
         with torch.no_grad():
@@ -203,7 +189,7 @@ def _pack(
     # If gradients overwrote values on some ranks only, these ranks alone would gather the values
     # again for a recomputation.
     may_overwrite = (
-        handle in backward.reducing  # otherwise gradients stay and values are freed
+        item.is_reduced  # otherwise gradients stay and values are freed
         and handle.reshards_after_backward
         and not handle.full.serves_graphs
         and not any(state.backward_hooks)
@@ -211,57 +197,8 @@ def _pack(
         and (state in backward.recomputed or not state.is_checkpointed)
     )
     handle.grads.pack(index, may_overwrite=may_overwrite)
-    if not (counts_each or handle.full.params.has_late_reads):
+    if not (is_counted or handle.full.params.has_late_reads):
         handle.grads.take_directly(True)
-
-
-def _end_unannounced(backward: BackwardPass, state: ShardState, handle: FlatParamHandle) -> None:
-    """End a handle whose gradients have all come, though no call of its unit was reached.
-
-    As in reentrant checkpointing.
-    """
-    backward.close(handle)
-    backward.end_handle(state, handle)
-
-
-def _end_full_buckets(
-    backward: BackwardPass, state: ShardState, handle: FlatParamHandle, index: int
-) -> None:
-    """Reduce the buckets that this gradient makes due, see [Note: Buckets]."""
-    buckets, position = state.buckets, backward.positions[handle]
-    assert buckets is not None
-    if position == -1:
-        if not buckets.fills(handle, index):
-            return
-        queue = [each for _, owner, each in backward.open_handles if owner is state]
-        for bucket in buckets.take_full(queue):
-            _end_unannounced(backward, state, bucket)
-        return
-    may_go = buckets.may_go_early(handle, position) and handle in backward.reducing
-    if not may_go or not buckets.fills(handle, index):
-        return
-    if handle in backward.turns:
-        reduce_buckets(backward, state, [handle])
-        return
-    reduce_buckets(backward, state, buckets.take_full(_ending_next(backward, state, position)))
-
-
-def _reach_buckets(
-    backward: BackwardPass, state: ShardState, start: int, *, runs_alone: bool
-) -> None:
-    """Note which buckets of a unit may be reduced early, now that its call is reached."""
-    assert state.buckets is not None
-    is_sure = backward.is_sure_to_reduce or not any(
-        handle.requires_grad and handle not in backward.turns for handle in state.handles
-    )
-    may_go = runs_alone and is_sure
-    state.buckets.reach(start if may_go else None)
-
-
-def _ending_next(backward: BackwardPass, state: ShardState, position: int) -> list[FlatParamHandle]:
-    """Return the unit's handles that end before all others, at the call of this number."""
-    first = takewhile(lambda item: item[0] == position and item[1] is state, backward.open_handles)
-    return [handle for _, _, handle in first]
 
 
 def _check_not_in_scope(state: ShardState) -> None:

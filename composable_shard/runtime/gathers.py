@@ -178,13 +178,6 @@ def release_handle(
         handle.full.free()
 
 
-def end_in_backward(context: TreeContext, state: ShardState, handle: FlatParamHandle) -> None:
-    """Release a handle that the backward no longer needs; its unit becomes POST_BACKWARD."""
-    release_after_backward(context, handle)
-    if state.training_state is TrainingState.PRE_BACKWARD:
-        state.transition(TrainingState.POST_BACKWARD)
-
-
 def release_after_backward(context: TreeContext, handle: FlatParamHandle) -> None:
     """Show the sharded parameters, and free the full ones unless the policy keeps them."""
     if handle.reshards_after_backward:
@@ -204,8 +197,6 @@ def return_to_idle(context: TreeContext) -> None:
     context.flag_reductions.clear()
     context.may_recompute.clear()
     for state in context.live_states():
-        if state.buckets is not None:
-            state.buckets.reset()
         if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
         for handle in state.handles:

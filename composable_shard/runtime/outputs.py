@@ -112,7 +112,7 @@ def _register(
 ) -> bool:
     """Put a hook on outputs of the unit; return whether a backward may reach any of them."""
     hook = hook or CallReached(state, None, context.num_forwards)
-    hook.runs_alone = state.buckets is not None and runs_alone(state)
+    hook.runs_alone = state.has_buckets and runs_alone(state)
     is_armed = False
     for tensor in tensors:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:

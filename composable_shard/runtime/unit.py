@@ -24,7 +24,7 @@ from composable_shard.flat_param import (
 )
 from composable_shard.options import UnitOptions
 from composable_shard.runtime.casts import BufferBroadcast
-from composable_shard.runtime.reduction_order import Buckets, ReductionOrder
+from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.saved_values import KnownForwards
 from composable_shard.torch_private import backward_hooks_of
 
@@ -88,7 +88,7 @@ class ShardState:
         forward_prefetch: Units to gather when its forward begins; None: the units expected next.
         backward_prefetch: Units to gather when its backward begins; None: the units expected next.
         buffers: Broadcasts its buffers before forwards; None if not requested.
-        buckets: Decides which handles are reduced before the unit's end; None: no handle may be.
+        has_buckets: Its handles are buckets, which may be reduced before its end.
         backward_hooks: Users' hooks on its modules and on modules inside. They may read and write
             full parameters whose gradients have already arrived.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
@@ -116,7 +116,7 @@ class ShardState:
         handles: list[FlatParamHandle],
         borrowed: list[FlatParamHandle],
         *,
-        buckets: Buckets | None,
+        has_buckets: bool,
         buffers: BufferBroadcast | None,
     ) -> None:
         self.name = type(modules[0]).__name__
@@ -127,7 +127,7 @@ class ShardState:
         self.ignored: list[Slot] = []
         self.reshard_after_forward = options.reshard_after_forward
         self.buffers = buffers
-        self.buckets = buckets
+        self.has_buckets = has_buckets
         parts = [part for module in modules for part in module.modules()]
         self.backward_hooks = [hooks for part in parts for hooks in backward_hooks_of(part)]
         self.num_modules = self.modules_to_run = len(modules)
