@@ -171,7 +171,7 @@ class StagedModel:
     def fill(self, reader: CheckpointReader) -> None:
         """Read values into the model's own tensors. [Note: Two passes]"""
         for handle in handles_of(self.model):
-            if not handle.shown.is_in_scope:
+            if handle.shown.scope is None:
                 handle.guard.note_write(handle.name)  # on all ranks, also if reading fails
         for name, place in self.places:
             reader.read_into(name, place)

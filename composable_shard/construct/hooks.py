@@ -96,7 +96,7 @@ class _ZeroGrad:
             return  # of a shallow copy
         type(module).zero_grad(module, set_to_none)
         for handle in get_handles(module):
-            if not handle.shown.is_unsharded or handle.shown.is_in_scope:
+            if not handle.shown.is_unsharded or handle.shown.scope is not None:
                 continue
             for each in handle.shown.at_rest:
                 if set_to_none:

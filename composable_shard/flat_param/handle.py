@@ -195,7 +195,7 @@ class FlatParamHandle(ShardedParams):
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep what defines the flat parameter; the copy makes buffers and hooks of its own."""
-        if self.shown.is_in_scope:
+        if self.shown.scope is not None:
             raise RuntimeError(
                 f"unit '{self.name}' can't be copied or pickled inside unshard_params, for the "
                 "copy's parameters would belong to no unit. Copy it outside the scope, or its "

@@ -212,11 +212,11 @@ class ExtendedParams(UnshardedParams):
 
     def __init__(self, codec: Codec) -> None:
         super().__init__(codec.buffer, codec.shard.layout)
-        self._codec = codec
+        self.codec = codec
 
     def build(self, entries: Sequence[ParamEntry]) -> None:
         """Make the parameter; also watch its inner tensors, which graphs may save instead."""
-        self._whole = self._codec.make_param(entries[0])
+        self._whole = self.codec.make_param(entries[0])
         super().build(entries)
         param: Any = self.built[0]
         local = param._local_tensor if isinstance(param, DTensor) else param
@@ -252,11 +252,12 @@ class ExtendedParams(UnshardedParams):
 class ExtendedValues(FullValues):
     """The full values of one parameter in the form that its class gives them."""
 
+    params: ExtendedParams
+
     def __init__(self, codec: Codec, *, is_kept: bool) -> None:
         buffer = codec.buffer
         super().__init__(codec.shard, buffer, codec.output, buffer, is_kept=is_kept)
         self.params = ExtendedParams(codec)
-        self._codec = codec
 
     def set_small_group(self, group: SmallGroup | None) -> None:
         """Ignore a small group: its gathers would need another encoding."""
@@ -268,12 +269,12 @@ class ExtendedValues(FullValues):
         return None
 
     def _start(self, when: str) -> Waitable:
-        return self._codec.start(f"the {when} gather of {self.label.text}")
+        return self.params.codec.start(f"the {when} gather of {self.label.text}")
 
     def _forget(self, state: FullState = FREED) -> None:
         super()._forget(state)
         if not self.is_kept:
-            self._codec.free()
+            self.params.codec.free()
 
     def write_back(self) -> None:
         """Write nothing: see `check_can_write_back` of the parameters."""

@@ -25,6 +25,7 @@ from composable_shard.flat_param.entries import (
     set_requires_grad,
     unhide,
 )
+from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.tensor import WriteGuard
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
@@ -52,7 +53,7 @@ class Scope:
     """The parameters that an open `unshard_params` scope shows."""
 
     params: Sequence[Tensor]  # in place of the originals
-    has_values: bool  # whether these are full values
+    full: ScopeParams | None  # what made them; None on a rank without full values
     before: Shown  # what was shown before the scope
     slots: list[tuple[Any, Any, Tensor | None]]  # container, key, what is shown there
 
@@ -135,11 +136,6 @@ class ShownParams:
         """Whether the unsharded parameters are registered, perhaps beneath a scope."""
         state = self.state if self.scope is None else self.scope.before
         return state in (UNSHARDED, UNSHARDED_FLAT, CHANGING)
-
-    @property
-    def is_in_scope(self) -> bool:
-        """Whether `unshard_params` decides what is shown."""
-        return self.scope is not None
 
     # Forms of the handle
 
@@ -242,12 +238,12 @@ class ShownParams:
 
     # Scopes
 
-    def enter_scope(self, params: Sequence[Tensor] | None) -> None:
+    def enter_scope(self, full: ScopeParams | None) -> None:
         """Show the parameters of an `unshard_params` scope; None for the sharded originals."""
-        if params is None:
+        if full is None:
             self.unhide_all()
-        shown = [entry.sharded for entry in self.entries] if params is None else params
-        self.scope = Scope(shown, params is not None, self.state, [])
+        shown = [entry.sharded for entry in self.entries] if full is None else full.params
+        self.scope = Scope(shown, full, self.state, [])
         self.guard.set_in_scope(True)
         self.show_in_scope(shown, None)
 

@@ -68,8 +68,8 @@ def unshard_params(
             written on any rank, and all ranks raise. False discards edits.
         rank0_only: Only the first rank of each mesh gets full values; with `writeback` its edits
             reach all ranks. The other ranks show sharded parameters.
-        offload_to_cpu: Show the values in host memory; the device holds at most one unit of them
-            at a time.
+        offload_to_cpu: Show the values in host memory, on every rank unless `rank0_only`; the
+            device holds at most one unit of them at a time.
         with_grads: Show full gradients in `.grad`, and treat them like values. A gradient set to
             None is dropped by `writeback`. Without it a gradient can only be dropped: reading it
             raises. Gradients that `no_sync` keeps unreduced are not shown.
@@ -175,8 +175,8 @@ def register_flat_param(module: nn.Module, *, recurse: bool = True) -> None:
         check_can_show_flat(handle)
     for state in states:
         for handle in state.handles:
-            if handle.shown.is_in_scope:
-                full = state.full_params.get(handle)
+            if handle.shown.scope is not None:
+                full = handle.shown.scope.full
                 flat = make_flat_entry(handle).sharded if full is None else full.flat_param()
                 handle.shown.show_in_scope(None, flat)
             else:
@@ -205,10 +205,8 @@ def register_orig_params(module: nn.Module, *, recurse: bool = True) -> None:
             check_can_show_originals(handle)
     for state in states:
         for handle in state.handles:
-            if handle.shown.is_in_scope:
-                full = state.full_params.get(handle)
-                sharded = [entry.sharded for entry in handle.entries]
-                handle.shown.show_in_scope(sharded if full is None else full.params, None)
+            if handle.shown.scope is not None:
+                handle.shown.show_scope_params()
             else:
                 show_originals(handle)
 

@@ -21,6 +21,7 @@ from composable_shard.flat_param import (
 )
 from composable_shard.runtime import (
     ShardState,
+    TrainingState,
     check_is_idle,
     lazy_init_params,
     tensor_groups,
@@ -66,8 +67,6 @@ class FullParamsScope:
                 )
         for handle in self.handles:
             handle.shown.check_registered()
-        if self.options.offload_to_cpu and not self.options.rank0_only:
-            self._warn_of_host_memory()
         with torch.inference_mode(False), torch.no_grad():
             if self.options.with_grads:
                 self._compare_gradients()
@@ -77,19 +76,6 @@ class FullParamsScope:
             except BaseException:
                 self._restore()
                 raise
-
-    def _warn_of_host_memory(self) -> None:
-        sizes = [handle.shard_group.num_ranks for handle in self.handles]
-        if max(sizes, default=1) == 1:
-            return
-        if not any([context.warns_of_host_memory() for context in self.contexts]):
-            return
-        nbytes = sum(h.layout.padded_numel * h.local_shard.itemsize for h in self.handles)
-        warnings.warn(
-            f"offload_to_cpu without rank0_only: each of {max(sizes)} ranks holds all "
-            f"{nbytes / 1e6:.1f} MB in host memory. Pass rank0_only=True if one copy is enough.",
-            stacklevel=5,
-        )
 
     def _compare_gradients(self) -> None:
         """Check that the ranks have gradients of the same parameters."""
@@ -172,10 +158,9 @@ class FullParamsScope:
 
     def _show(self) -> None:
         for state in self.states:
-            state.enter_scope({h: self.full[h] for h in state.needed if h in self.full})
+            state.transition(TrainingState.UNSHARDED_PARAMS)
         for handle in self.handles:
-            full = self.full.get(handle)
-            handle.shown.enter_scope(None if full is None else full.params)
+            handle.shown.enter_scope(self.full.get(handle))
 
     # Close
 
@@ -302,7 +287,7 @@ class FullParamsScope:
             for full in self.full.values():
                 stack.callback(full.expire)
             for state in self.states:
-                stack.callback(state.leave_scope)
+                stack.callback(state.transition, TrainingState.IDLE)
             for handle in self.handles:
                 stack.callback(handle.shown.leave_scope)
                 stack.callback(keep_requires_grad, handle)

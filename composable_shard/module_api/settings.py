@@ -47,12 +47,12 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         ValueError: If there is no unit in `module`.
     """
     states = select_states(module, recurse=True)
-    before = [state.requires_gradient_sync for state in states]
+    before = [state.settings.requires_gradient_sync for state in states]
     note_setting(states, "no_sync()", any(before))
     try:
         try:
             for state in states:
-                state.change("requires_gradient_sync", False)
+                state.change(requires_gradient_sync=False)
             yield
         finally:
             _set_syncs(states, before)
@@ -64,7 +64,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 def _set_syncs(states: list[ShardState], flags: list[bool]) -> None:
     for state, flag in zip(states, flags, strict=True):
-        state.change("requires_gradient_sync", flag)
+        state.change(requires_gradient_sync=flag)
 
 
 def set_requires_all_reduce(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
@@ -128,7 +128,7 @@ def set_reshard_after_forward(
     sizes = {handle.shard_group.size for state in states for handle in state.handles}
     checked = {size: check_reshard_after_forward(flag, size) for size in sizes}
     freeing = [state for state in states if state.options.strategy.facts.frees_params]
-    is_new = any(state.reshard_after_forward != flag for state in freeing)
+    is_new = any(state.settings.reshard_after_forward != flag for state in freeing)
     note_setting(states, f"set_reshard_after_forward({flag})", is_new)
     for state in states:
         for handle in state.handles[:1]:  # all handles of a unit have one shard group
@@ -164,11 +164,7 @@ def set_unshard_in_backward(module: nn.Module, flag: bool) -> None:
     Raises:
         ValueError: If the module is not sharded.
     """
-    check_bool("flag", flag)
-    (state,) = select_states(module, recurse=False)
-    is_new = state.reads_nothing is flag
-    note_setting([state], f"set_unshard_in_backward({flag})", is_new)
-    state.change("reads_nothing", not flag)
+    _set(select_states(module, recurse=False), "unshard_in_backward", flag)
 
 
 def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
@@ -211,10 +207,10 @@ def _set(states: Sequence[ShardState], name: str, value: object, shown: str = ""
     """Change a setting of units; if only some ranks change it, the ranks' comparison raises."""
     if not shown:
         check_bool("flag", value)
-    is_new = any(getattr(state, name) != value for state in states)
+    is_new = any(getattr(state.settings, name) != value for state in states)
     note_setting(states, f"set_{name}{shown or f'({value})'}", is_new)
     for state in states:
-        state.change(name, value)
+        state.change(**{name: value})
 
 
 def register_comm_hook(

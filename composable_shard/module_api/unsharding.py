@@ -117,4 +117,4 @@ def _reshard(state: ShardState) -> None:
         for handle in state.needed:
             if not handle.full.claims:
                 handle.full.end_graphs()
-            release_handle(state.context, handle)
+            release_handle(handle)

@@ -54,7 +54,7 @@ class PipelineStage(pipelining.PipelineStage):
         states = get_states(self.submod)
         if states:
             reshard(self.submod, recurse=True)
-            if not self._is_reduced and all(state.reduces_fully for state in states):
+            if not self._is_reduced and all(state.settings.reduces_fully for state in states):
                 reduce_pending_gradients(self.submod)
         super().perform_reduce_grad(grad_scale_factor)
 
@@ -66,17 +66,17 @@ def _further_microbatches(module: nn.Module, are_there: bool) -> Iterator[None]:
         yield
         return
     states = get_states(module)
-    flags = [state.requires_gradient_sync for state in states]
+    flags = [state.settings.requires_gradient_sync for state in states]
     handles = [handle for state in states for handle in state.handles]
     frees = [handle.reshards_after_backward for handle in handles]
     for state in states:
-        state.change("requires_gradient_sync", False)
+        state.change(requires_gradient_sync=False)
     for handle in handles:
         handle.set_reshard_after_backward(False)
     try:
         yield
     finally:
         for state, flag in zip(states, flags, strict=True):
-            state.change("requires_gradient_sync", flag)
+            state.change(requires_gradient_sync=flag)
         for handle, flag in zip(handles, frees, strict=True):
             handle.set_reshard_after_backward(flag)

@@ -201,7 +201,7 @@ def _describe_unit(
     leads: bool,
 ) -> DescribedUnit:
     handles, strategy = state.handles, state.options.strategy
-    policy = state.reshard_after_forward
+    policy = state.settings.reshard_after_forward
     frees = not leads if policy is None else policy
     own = sum((_cost(state, handle, frees) for handle in handles), Cost())
     total = sum(
@@ -274,9 +274,10 @@ def _dtypes(handles: Iterable[FlatParamHandle]) -> tuple[torch.dtype, ...]:
 
 
 def _names(state: ShardState) -> tuple[str, ...] | None:
-    if state.forward_prefetch is None:
+    chosen = state.settings.forward_prefetch
+    if chosen is None:
         return None
-    return tuple(target.name for target in state.in_tree(state.forward_prefetch))
+    return tuple(target.name for target in state.in_tree(chosen))
 
 
 def _state_nbytes(optimizer: torch.optim.Optimizer) -> dict[int, int]:

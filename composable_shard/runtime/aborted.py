@@ -17,6 +17,7 @@ import torch
 from composable_shard.comm import has_failed
 from composable_shard.flat_param import forget_pending
 from composable_shard.runtime.gathers import return_to_idle
+from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.saved_values import warn_of_late_read
 from composable_shard.runtime.unit import IDLE, TreeContext, trees
 from composable_shard.torch_private import current_backward_id
@@ -30,7 +31,7 @@ def drop_aborted(context: TreeContext) -> None:
     """
     if not context.has_aborted:
         return
-    context.forget_graphs()
+    context.graphs.forget()
     for state in context.live_states():
         for handle in state.handles:
             if not handle.full.params.is_locked:
@@ -48,15 +49,16 @@ def note_unreached_call(context: TreeContext) -> None:
     all and calls no hook. But it takes a number, and so does a backward that failed before it
     reached a unit.
     """
-    context.most_open_calls = context.open_calls
-    number, last = _next_backward_id(), context.probed_backward_id
-    context.probed_backward_id = number
-    others = [tree for tree in trees if tree is not context]
+    graphs = context.graphs
+    graphs.most_open = graphs.num_open
+    number, last = _next_backward_id(), graphs.probed_backward_id
+    graphs.probed_backward_id = number
+    others = [tree.graphs for tree in trees if tree is not context]
     is_of_others = any(max(o.last_backward_id, o.probed_backward_id) > last for o in others)
     if any(state.known_forwards.refuses_hooks for state in context.live_states()):
         return  # a transform in a forward may have taken the number
-    if not is_of_others and context.open_calls > 1 and context.last_backward_id < last < number - 1:
-        names = [state.name for ref in context.armed if (state := ref()) is not None]
+    if not is_of_others and graphs.num_open > 1 and graphs.last_backward_id < last < number - 1:
+        names = [state.name for state in alive(graphs.armed)]
         warnings.warn(
             f"a backward has run since the last forward of units {names}, and reached none of "
             "them: they have no gradients from it. If it raised an error, that is why. If it was "
@@ -85,8 +87,8 @@ def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]
     backward: Any = None if context is None else context.backward
     if context is None or backward is None or not backward.is_called_by(callback):
         return
-    context.backward, context.has_aborted, context.open_calls = None, True, 0
-    armed = [state for ref in context.armed if (state := ref()) is not None]
+    context.backward, context.has_aborted, context.graphs.num_open = None, True, 0
+    armed = alive(context.graphs.armed)
     groups = {group for h in context.live_handles() for group in h.shard_group.joint_groups}
     if not any(map(has_failed, groups)):  # whose error tells more
         warn_of_late_read([s.name for s in armed if s.needed and s.training_state is IDLE])

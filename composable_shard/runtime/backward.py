@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -11,9 +13,12 @@ from composable_shard.comm import trace
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.gathers import gather_in_backward
+from composable_shard.runtime.open_graphs import UnitCall
 from composable_shard.runtime.reduction_queue import CLOSED, DELIVERED, Item
 from composable_shard.runtime.unit import ShardState, TrainingState, num_calls
 from composable_shard.torch_private import current_backward_id
+
+_num_writes: Callable[[FlatParamHandle], int] = attrgetter("guard.num_writes")
 
 
 class CallReached:
@@ -26,39 +31,27 @@ class CallReached:
 
     Args:
         state: The unit whose call begins.
+        call: The call.
         outer: The `CallReached` of the call around it, if any.
-        end: `context.num_forwards` when the call ended, if it has.
 
     Attributes:
-        state, outer: As in Args.
         backward_id: Autograd's number of the last backward to which the call was announced.
-        end: `context.num_forwards` when the call has ended, -1 while it runs.
         runs_alone: Whether no other unit ran in this call, [Note: Buckets].
     """
 
-    __slots__ = (
-        "_num_writes",
-        "_start",
-        "backward_id",
-        "end",
-        "outer",
-        "runs_alone",
-        "state",
-    )
+    __slots__ = ("_num_writes", "backward_id", "call", "outer", "runs_alone", "state")
 
-    def __init__(self, state: ShardState, outer: CallReached | None, end: int = -1) -> None:
-        self.state, self.outer = state, outer
-        self._num_writes = _count_writes(state)
-        # [Note: End of a unit]
-        self._start, self.end = state.call_number, end
+    def __init__(self, state: ShardState, call: UnitCall, outer: CallReached | None) -> None:
+        self.state, self.call, self.outer = state, call, outer
+        self._num_writes = sum(map(_num_writes, state.needed))
         self.runs_alone = False
         self.backward_id = -1
 
     @property
     def is_announceable(self) -> bool:
         """Whether an inner call may announce this one; else only its own outputs do, or raise."""
-        is_over = self.end != -1 and not self.state.is_in_scope
-        return is_over and _count_writes(self.state) == self._num_writes
+        is_over = self.call.end != -1 and not self.state.is_in_scope
+        return is_over and sum(map(_num_writes, self.state.needed)) == self._num_writes
 
     def __call__(self, *_: Any) -> None:
         """End the units that are over; make the unit of the call ready.
@@ -77,14 +70,14 @@ class CallReached:
             outer()
         if torch.is_grad_enabled():
             backward.make_graph(state)
-        backward.reach(state, self._start, self.end)
+        backward.reach(state, self.call.number, self.call.end)
         if state.has_buckets:
-            backward.queue.open_window(state, self._start, runs_alone=self.runs_alone)
+            backward.queue.open_window(state, self.call.number, runs_alone=self.runs_alone)
         # The owner of borrowed handles may have ended since, and freed them.
         has_borrowed = all([handle.shown.is_unsharded for handle in state.borrowed])
         if state.training_state is TrainingState.PRE_BACKWARD and has_borrowed:
             return
-        if _count_writes(state) != self._num_writes:
+        if sum(map(_num_writes, state.needed)) != self._num_writes:
             names = [str(entry.label) for handle in state.needed for entry in handle.entries]
             raise RuntimeError(
                 f"parameters of unit '{state.name}' ({', '.join(names)}) were written between a "
@@ -96,25 +89,19 @@ class CallReached:
 
 def runs_alone(state: ShardState) -> bool:
     """Return whether no other unit ran in the last call of one with buckets, [Note: Buckets]."""
-    has_units_inside = num_calls[0] != state.last_call
-    return state.has_buckets and not has_units_inside and not state.is_checkpointed
+    last = state.last_call
+    has_units_inside = num_calls[0] != last.count
+    return state.has_buckets and not has_units_inside and not last.is_checkpointed
 
 
 def _unshard(backward: BackwardPass, state: ShardState) -> None:
     """Gather a unit for its backward, start the gathers of the next units, show its parameters."""
     gather_in_backward(backward.context, state, backward.prefetched, backward.following)
-    for handle in () if state.reads_nothing else state.needed:
+    for handle in state.needed if state.settings.unshard_in_backward else ():
         handle.full.wait()
         handle.shown.show_unsharded()
     if trace.logs:
         trace.record("compute_backward", state.name)
-
-
-def _count_writes(state: ShardState) -> int:
-    count = 0
-    for handle in state.needed:
-        count += handle.guard.num_writes
-    return count
 
 
 def recompute(state: ShardState) -> None:
@@ -128,9 +115,10 @@ def recompute(state: ShardState) -> None:
         return
     backward = begin_backward(context)
     backward.recomputed.add(state)
-    if state.is_checkpointed and state.call_number >= context.call_start:
+    last = state.last_call
+    if last.is_checkpointed and last.number >= context.graphs.start:
         # There may be no unit around it whose output was reached, [Note: End of a unit].
-        backward.end_units_after(state.call_end)
+        backward.end_units_after(last.end)
     backward.queue.check_not_written(state.needed)
     for handle in state.needed:
         if handle in backward.queue.items:
@@ -185,16 +173,17 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
         return
     # A nested backward (reentrant checkpointing) finishes a parameter that this backward, or
     # another nested one, may use again.
-    state.runs_backwards |= current_backward_id() != backward.graph_task_id
+    known = state.known_forwards
+    known.runs_backwards |= current_backward_id() != backward.graph_task_id
     # If gradients overwrote values on some ranks only, these ranks alone would gather the values
     # again for a recomputation.
     may_overwrite = (
         item.is_reduced  # otherwise gradients stay and values are freed
         and handle.reshards_after_backward
         and not handle.full.serves_graphs
-        and not any(state.backward_hooks)
-        and not state.runs_backwards
-        and (state in backward.recomputed or not state.is_checkpointed)
+        and not any(known.backward_hooks)
+        and not known.runs_backwards
+        and (state in backward.recomputed or not state.last_call.is_checkpointed)
     )
     handle.grads.pack(index, may_overwrite=may_overwrite)
     if not (is_counted or handle.full.params.has_late_reads):

@@ -77,8 +77,9 @@ class BackwardPass:
         """Register the engine's callback, and open the units whose outputs wait for a backward."""
         context = self.context
         self._ask_engine()
-        context.backward, context.last_backward_id = self, self.graph_task_id
-        armed = [state for ref in reversed(context.armed) if (state := ref()) is not None]
+        context.backward, context.graphs.last_backward_id = self, self.graph_task_id
+        graphs = context.graphs
+        armed = [state for ref in reversed(graphs.armed) if (state := ref()) is not None]
         self.following = {state.ref: after.ref for state, after in pairwise(armed)}
         self.states = context.live_states()
         for state in self.states:
@@ -89,10 +90,10 @@ class BackwardPass:
                     self.waiting[handle] = None
                 if handle.guard.has_new_attributes:
                     handle.adopt_changes()
-        context.has_regions = context.has_regions or len(context.may_recompute) > 0
+        graphs.has_regions = graphs.has_regions or len(graphs.may_recompute) > 0
         self.queue.begin(self.states)
         for state in armed:
-            self.open_unit(state, context.first_calls.get(state.ref, -1))
+            self.open_unit(state, graphs.first_calls.get(state.ref, -1))
 
     def _ask_engine(self) -> None:
         # A separate object: after an error in `begin` a traceback would keep `self` alive.
@@ -128,7 +129,7 @@ class BackwardPass:
             start: Number of the call.
             end: Number of the first call that began after it had ended.
         """
-        if start < self.context.call_start:
+        if start < self.context.graphs.start:
             self._reaches_earlier_call = True
         self.open_unit(state, start)
         self.end_units_after(end)
@@ -178,7 +179,7 @@ class BackwardPass:
             handle.grads.postpone()
             self.waiting[handle] = None
         item.counted.clear()
-        release_after_backward(self.context, handle)
+        release_after_backward(handle)
         if item.state.training_state is TrainingState.PRE_BACKWARD:
             item.state.transition(TrainingState.POST_BACKWARD)
 
@@ -241,12 +242,12 @@ class BackwardPass:
             queue.issue_last(items, flags)
         queue.deliver()
         published = self._publish(items, flags)
-        context.open_calls = 0
+        context.graphs.num_open = 0
         for handle in self.waiting:
             mark_pending(handle)
         return_to_idle(context)
         # Until here an interrupt counts as an abort of the backward.
-        context.backward, context.spans_calls = None, self._reaches_earlier_call
+        context.backward, context.graphs.spans_calls = None, self._reaches_earlier_call
         # Run hooks last: a user's hook may raise, or step an optimizer.
         self._run_last_hooks(published)
 
@@ -309,14 +310,14 @@ class BackwardPass:
             if item.handle.grads.reduction.partial is not None:
                 self.waiting[item.handle] = None
         if queue.accumulates:
-            context.forget_graphs()
+            context.graphs.forget()
         return published
 
     def _run_last_hooks(self, published: list[Item]) -> None:
         """Run the hooks of gradients published at the end; raise the first hook's error."""
         queue = self.queue
         for item in published:
-            if item.state.is_last_backward:
+            if item.state.settings.is_last_backward:
                 queue.run_hooks(item)
         error, queue.hook_error = queue.hook_error, None
         if error is not None:

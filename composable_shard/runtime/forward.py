@@ -26,6 +26,7 @@ from composable_shard.runtime.gathers import (
 )
 from composable_shard.runtime.initialization import initialize
 from composable_shard.runtime.membership import adopt_contents, renew_context, share_context
+from composable_shard.runtime.open_graphs import UnitCall, alive
 from composable_shard.runtime.outputs import arm, serve_graphs
 from composable_shard.runtime.tree import called_modules, calling_modules, has_changed, read_state
 from composable_shard.runtime.unit import (
@@ -39,7 +40,6 @@ from composable_shard.torch_private import (
     are_transforms_active,
     current_backward_id,
     is_in_function,
-    next_sequence_nr,
     num_dispatch_modes,
     outside_transforms,
     top_saved_tensors_hooks,
@@ -79,7 +79,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         if state.buffers is not None and state not in call.broadcast:
             # Batch norm writes buffers in training mode, a user's module perhaps with grad enabled.
             is_trained = module.training or torch.is_grad_enabled()
-            state.buffers.broadcast_if_due(is_followed=is_trained and state.reduces_fully)
+            state.buffers.broadcast_if_due(is_followed=is_trained and state.settings.reduces_fully)
             call.broadcast.add(state)
     except BaseException:
         _leave_failed_call(context, state, call)
@@ -115,9 +115,10 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> F
         trace.profiling.change()
     context = _prepare(context, state, module)
     if torch.is_grad_enabled():
-        context.call_start = context.num_forwards
-        context.open_calls += 1
-        if context.open_calls > context.most_open_calls:
+        graphs = context.graphs
+        graphs.start = graphs.num_calls
+        graphs.num_open += 1
+        if graphs.num_open > graphs.most_open:
             note_unreached_call(context)
     context.call = call = ForwardCall(state)
     if context.reduction_order is not None:
@@ -128,21 +129,19 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> F
 def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
     """Note which calls of units a backward may reach, and in which order they began."""
     num_calls[0] += 1
-    state.last_call = num_calls[0]
+    graphs = context.graphs
     if torch.is_grad_enabled():
-        earliest = 0 if context.spans_calls else context.call_start
-        if context.first_calls.get(state.ref, -1) < earliest:
-            context.first_calls[state.ref] = context.num_forwards
-        state.call_number = context.num_forwards
-        state.call_sequence_nr = next_sequence_nr()
-        context.num_forwards += 1
-        call.innermost = CallReached(state, call.innermost)
+        earliest = 0 if graphs.spans_calls else graphs.start
+        if graphs.first_calls.get(state.ref, -1) < earliest:
+            graphs.first_calls[state.ref] = graphs.num_calls
+        state.last_call = last_call = UnitCall(graphs.num_calls, num_calls[0])
+        graphs.num_calls += 1
+        call.innermost = CallReached(state, last_call, call.innermost)
         top, known = top_saved_tensors_hooks(False), state.known_forwards
-        state.is_checkpointed = False
         if top is not None or known.is_watched or known.keeps_hooks:
-            state.is_checkpointed = known.begin(state.name, state.needed, top)
+            last_call.is_checkpointed = known.begin(state.name, state.needed, top)
     elif is_in_function():
-        context.may_recompute.add(state.ref)
+        graphs.may_recompute.add(state.ref)
 
 
 def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
@@ -153,7 +152,7 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
             _show_scopes(state)
         handle.shown.check_registered()
     upcoming = call.advance(state.ref)
-    ahead = choose_ahead(state, call.prefetched, state.forward_prefetch, upcoming)
+    ahead = choose_ahead(state, call.prefetched, state.settings.forward_prefetch, upcoming)
     if not state.is_in_pass:
         # Claim before gathering, so that `_leave_pass` frees the values after an error.
         state.is_in_pass = True
@@ -162,7 +161,7 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
     for handle in needed:
         handle.unshard(context.streams, "forward")
     if ahead:
-        are_chosen = state.forward_prefetch is not None
+        are_chosen = state.settings.forward_prefetch is not None
         gather_ahead(context, call.prefetched, ahead, "forward", are_chosen=are_chosen)
     for handle in needed:
         handle.full.wait()
@@ -180,7 +179,7 @@ def _show_scopes(state: ShardState) -> None:
         scope = handle.shown.scope
         if scope is None:
             continue
-        if not scope.has_values:
+        if scope.full is None:
             raise RuntimeError(
                 f"unit '{state.name}' can't run inside unshard_params(rank0_only=True) on this "
                 "rank, which has no full parameters. Run the model on the first rank only, or pass "
@@ -218,7 +217,7 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
     is_leader = call is not None and call.leader is state.ref
     reached: CallReached | None = None if call is None else call.innermost
     if call is not None and reached is not None and reached.state is state:
-        call.innermost, reached.end = reached.outer, context.num_forwards
+        call.innermost, reached.call.end = reached.outer, context.graphs.num_calls
     else:
         reached = None  # this call records no graph
     state.transition(TrainingState.IDLE)
@@ -232,8 +231,8 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
             output, is_armed = arm(context, state, module, output, reached, is_looked_at=has_hooks)
     finally:
         if state.modules_to_run == 0 or is_leader:
-            keeps = state.reshard_after_forward is False or (
-                state.reshard_after_forward is None and is_leader and is_armed
+            keeps = state.settings.reshard_after_forward is False or (
+                state.settings.reshard_after_forward is None and is_leader and is_armed
             )
             _leave_pass(context, state, keeps=keeps, is_armed=is_armed)
         if call is not None and is_leader:
@@ -266,7 +265,7 @@ def _leave_pass(
                 if keeps and not handle.full.claims:
                     handle.shown.show_sharded()
                 else:
-                    release_handle(context, handle, is_backward_next=is_armed)
+                    release_handle(handle, is_backward_next=is_armed)
         state.is_in_pass = False
     if state.depth == 0:  # last, so that after an interrupt `_recover_interrupted_call` repeats it
         context.entered.pop(state.ref, None)
@@ -289,17 +288,17 @@ def _end_call(context: TreeContext, leader: ShardState, call: ForwardCall) -> No
         drop_prefetched(call.prefetched)
     leader.forward_order = call.order
     context.call = None
-    for state in context.entered_states() if context.entered else ():
+    for state in alive(context.entered) if context.entered else ():
         # The call may have run only some of a unit's modules.
         if state.depth == 0:
-            _leave_pass(context, state, keeps=state.reshard_after_forward is False)
+            _leave_pass(context, state, keeps=state.settings.reshard_after_forward is False)
 
 
 def _recover_interrupted_call(context: TreeContext) -> None:
     """Clean up after a call or backward that an exception ended; no call of the tree may run."""
     if context.has_aborted:
         drop_aborted(context)
-    for other in reversed(context.entered_states()):
+    for other in reversed(alive(context.entered)):
         other.known_forwards.end(other.name, None)
         # After a KeyboardInterrupt the post-forward hook has not run.
         other.depth = 0
@@ -321,7 +320,7 @@ def check_is_idle(context: TreeContext, what: str) -> None:
     Raises:
         RuntimeError: If it runs either.
     """
-    for state in context.entered_states():
+    for state in alive(context.entered):
         if state.depth == 0 or _count_calls(state) == 0:
             continue
         raise RuntimeError(

@@ -73,7 +73,7 @@ def gather_ahead(
         are_chosen: Whether the user chose them.
     """
     for target in targets:
-        if when == "backward" and target.reads_nothing:
+        if when == "backward" and not target.settings.unshard_in_backward:
             continue
         # Enter the unit before its gathers, so that they are freed if one of them fails.
         prefetched[target] = are_chosen or prefetched.get(target, False)
@@ -114,9 +114,9 @@ def gather_in_backward(
             handle.adopt_changes()
         # Decide by `shown.state`, which is equal on all ranks, not by `full.state`, which is not:
         # on some ranks gradients may have overwritten values.
-        if handle.shown.state is Shown.SHARDED and not state.reads_nothing:
+        if handle.shown.state is Shown.SHARDED and state.settings.unshard_in_backward:
             handle.unshard(context.streams, "backward")
-    chosen = state.backward_prefetch
+    chosen = state.settings.backward_prefetch
     ahead = choose_ahead(state, prefetched, chosen, _follow(following, state.ref))
     if ahead and chosen is None and prefetched:
         # A backward may skip prefetched units, so free them. A forward in the known order skips
@@ -149,7 +149,7 @@ def drop_prefetched(
             is_used = bool(handle.full.claims) or handle.shown.is_unsharded
             if is_used:
                 continue
-            if unused.reshard_after_forward is not False:
+            if unused.settings.reshard_after_forward is not False:
                 handle.full.free()
             else:
                 # The values stay, but no gather stays in flight. Its error is ignored, as in
@@ -159,29 +159,21 @@ def drop_prefetched(
         del prefetched[unused]
 
 
-def release_handle(
-    context: TreeContext, handle: FlatParamHandle, *, is_backward_next: bool = False
-) -> None:
+def release_handle(handle: FlatParamHandle, *, is_backward_next: bool = False) -> None:
     """Show the sharded parameters and free the full ones, unless a forward still needs them.
 
-    Args:
-        context: The tree's.
-        handle: The handle to release.
-        is_backward_next: Keep the part that the policy keeps for a backward, if any.
+    With `is_backward_next` the part stays that the policy keeps for a backward, if any.
     """
     if handle.full.claims:
         return
     handle.shown.show_sharded()
-    if is_backward_next and handle.full.small_group is not None:
-        handle.full.free(keeps_part=True)
-    else:
-        handle.full.free()
+    handle.full.free(keeps_part=is_backward_next)
 
 
-def release_after_backward(context: TreeContext, handle: FlatParamHandle) -> None:
+def release_after_backward(handle: FlatParamHandle) -> None:
     """Show the sharded parameters, and free the full ones unless the policy keeps them."""
     if handle.reshards_after_backward:
-        release_handle(context, handle)
+        release_handle(handle)
     elif not handle.full.claims:
         handle.shown.show_sharded()
         # A gather issued ahead, for a unit that this backward did not run, may never be used, so
@@ -195,7 +187,7 @@ def return_to_idle(context: TreeContext) -> None:
     for flags in context.flag_reductions:
         flags.abandon()
     context.flag_reductions.clear()
-    context.may_recompute.clear()
+    context.graphs.may_recompute.clear()
     for state in context.live_states():
         if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
@@ -203,7 +195,7 @@ def return_to_idle(context: TreeContext) -> None:
             handle.guard.set_in_backward(False)
             is_freed = handle.full.state is FullState.FREED
             if handle.shown.state is not Shown.SHARDED or not is_freed:
-                release_after_backward(context, handle)
+                release_after_backward(handle)
 
 
 def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:
@@ -214,7 +206,7 @@ def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:
     """
     if not state.options.strategy.facts.frees_params:
         return
-    state.reshard_after_forward = value
+    state.change(reshard_after_forward=value)
     for handle in state.handles:
         handle.full.set_small_group(find_small_group(handle.shard_group, value))
 

@@ -23,6 +23,7 @@ from composable_shard.comm import (
 from composable_shard.flat_param import FlatParamHandle, settle_owners
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.membership import has_other_units, renew_context, share_context
+from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.tree import (
     find_unmanaged,
@@ -84,7 +85,7 @@ def initialize(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
 
 def _watch(context: TreeContext, outermost: nn.Module) -> None:
     """Note what is in a tree, and what is in an unsharded module around it."""
-    modules = context.live_modules()
+    modules = alive(context.modules)
     around = modules if read_state(outermost) is not None else [outermost]
     context.around = dict.fromkeys(map(weakref.ref, around))
     for module in dict.fromkeys([*modules, *around]):
@@ -143,7 +144,7 @@ def _fix_owners(contexts: list[TreeContext]) -> None:
 
 def _outermost(contexts: list[TreeContext], module: nn.Module) -> list[nn.Module]:
     # Outermost modules first, for the longest names.
-    return [root for context in contexts for root in context.live_modules()] + [module]
+    return [root for context in contexts for root in alive(context.modules)] + [module]
 
 
 def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_values: bool) -> None:
@@ -196,7 +197,7 @@ def _place_buffers(context: TreeContext) -> None:
     """Move buffers to the device: `to_empty(device="cpu")` for offloaded shards moved them too."""
     handles = [handle for state in context.live_states() for handle in state.handles]
     if any(handle.offload.is_active for handle in handles):
-        for root in context.live_modules():
+        for root in alive(context.modules):
             for module in root.modules():
                 place_buffers(module, handles[0].shard_group.device)
 
@@ -258,7 +259,7 @@ def describe_options(state: ShardState) -> str:
     """Return the options that all ranks must agree on."""
     text = (
         f"in unit '{state.name}' strategy={state.options.strategy.name} "
-        f"reshard_after_forward={state.reshard_after_forward}{state.options.describe()}"
+        f"reshard_after_forward={state.settings.reshard_after_forward}{state.options.describe()}"
     )
     settings: dict[str, object] = {
         "comm_hook": state.handles and state.handles[0].grads.reduction.hook_name,
@@ -271,11 +272,11 @@ def describe_options(state: ShardState) -> str:
             for handle in state.handles
             if handle.shown.shows_flat is state.options.use_orig_params
         ],
-        "no_gradient_sync": not state.requires_gradient_sync,
-        "no_all_reduce": not state.requires_all_reduce,
-        "is_not_last_backward": not state.is_last_backward,
-        "forward_prefetch": _names_of(state, state.forward_prefetch),
-        "backward_prefetch": _names_of(state, state.backward_prefetch),
+        "no_gradient_sync": not state.settings.requires_gradient_sync,
+        "no_all_reduce": not state.settings.requires_all_reduce,
+        "is_not_last_backward": not state.settings.is_last_backward,
+        "forward_prefetch": _names_of(state, state.settings.forward_prefetch),
+        "backward_prefetch": _names_of(state, state.settings.backward_prefetch),
     }
     return text + "".join(f" {name}={value}" for name, value in settings.items() if value)
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from composable_shard.flat_param import FlatParamHandle
+from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.tree import (
     find_unmanaged,
     get_states,
@@ -71,7 +72,7 @@ def adopt_contents(context: TreeContext) -> None:
 
 def has_other_units(context: TreeContext) -> bool:
     """Return whether units were taken out of a tree's modules, or put into them."""
-    found = [state.ref for module in context.live_modules() for state in get_states(module)]
+    found = [state.ref for module in alive(context.modules) for state in get_states(module)]
     return context.has_changed or context.states != found
 
 
@@ -81,14 +82,15 @@ def renew_context(context: TreeContext) -> None:
     See [Note: Units that are taken out]. Graphs that wait for a backward stay valid.
     """
     adopt_contents(context)
-    modules, armed = context.live_modules(), list(context.armed)
+    modules = alive(context.modules)
+    graphs = context.graphs.within([state.ref for state in context.live_states()])
     inner = {child for module in modules for child in module.modules() if child is not module}
     renewed = []
     for module in [module for module in modules if module not in inner]:
         contexts = {state.context for state in get_states(module)}
         renewed.append(share_context([module]))
         are_known = all(each is not None and each.is_checked for each in contexts)
-        renewed[-1].follow(context, armed, are_known=are_known)
+        renewed[-1].follow(context, graphs, are_known=are_known)
     for each in [state for tree in renewed for state in tree.live_states() if state.borrowed]:
         if each.context is not None:
             join_owners(each.context, each.borrowed)
@@ -98,7 +100,7 @@ def join_owners(context: TreeContext, borrowed: Sequence[FlatParamHandle]) -> No
     """Join the trees of parameters that a new unit borrows from units that are not inside it."""
     for handle in borrowed:
         for other in list(trees):
-            if other is not context and other.owner_of(handle) is not None:
+            if other is not context and handle in other.live_handles():
                 context = _join(other, context)
 
 
@@ -111,7 +113,7 @@ def _join(context: TreeContext, other: TreeContext) -> TreeContext:
     is_busy = is_busy or context.call or context.backward or context.device != other.device
     # A tree that has changed is rebuilt by its next call, so it can't join now.
     is_changed = any(map(has_changed, other.watched_modules()))
-    if other.armed or is_busy or is_changed:
+    if other.graphs.armed or is_busy or is_changed:
         return other
     context.take_over(other)
     handles = context.live_handles()

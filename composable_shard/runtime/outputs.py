@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from composable_shard.flat_param import HAVE_VALUES
 from composable_shard.runtime.backward import CallReached, runs_alone
 from composable_shard.runtime.casts import iter_tensors, map_tensors
+from composable_shard.runtime.open_graphs import UnitCall
 from composable_shard.runtime.saved_values import frees_values, kept_tensors, refuse_views
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.torch_private import (
@@ -45,7 +46,7 @@ def arm(
     """
     if current_dual_level() >= 0:
         serve_graphs(state)  # [Note: Transforms]
-    num_nodes = next_sequence_nr() - state.call_sequence_nr
+    num_nodes = next_sequence_nr() - state.last_call.sequence_nr
     # Addresses of full buffers that hold values and may be freed before a view of them.
     extents = [
         (start := full.output.data_ptr(), start + full.buffer.nbytes)
@@ -61,7 +62,7 @@ def arm(
     # A call may return an input, or an inner unit's output, unchanged, perhaps on this rank only.
     # New nodes let the backward reach the units in the same order on all ranks.
     call = context.call
-    newest = state.call_sequence_nr
+    newest = state.last_call.sequence_nr
     if call is not None and call.output_sequence_nr > newest:
         newest = call.output_sequence_nr
     if any([_is_older(tensor, newest) for tensor in tensors]):
@@ -69,7 +70,6 @@ def arm(
         tensors = _tensors(output)
     if call is not None:
         call.output_sequence_nr = next_sequence_nr()
-    state.call_end = context.num_forwards
     if state.known_forwards.keeps.get(num_nodes, True):
         kept = _find_kept(state, module, extents, num_nodes, is_looked_at=is_looked_at)
         tensors = [*tensors, *kept]
@@ -89,7 +89,7 @@ def _find_kept(
     If the number of nodes is new, the next backward overwrites no values, [Note: Aliases].
     """
     found = list(kept_tensors(module))
-    kept = [tensor for tensor in found if not _is_older(tensor, state.call_sequence_nr)]
+    kept = [tensor for tensor in found if not _is_older(tensor, state.last_call.sequence_nr)]
     known = state.known_forwards
     if num_nodes in known.keeps:
         return kept
@@ -111,20 +111,23 @@ def _register(
     hook: CallReached | None,
 ) -> bool:
     """Put a hook on outputs of the unit; return whether a backward may reach any of them."""
-    hook = hook or CallReached(state, None, context.num_forwards)
+    if hook is None:
+        last = UnitCall(state.last_call.number, end=context.graphs.num_calls)
+        hook = CallReached(state, last, None)
     hook.runs_alone = state.has_buckets and runs_alone(state)
     is_armed = False
     for tensor in tensors:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:
             node.register_prehook(hook)
             base = base_of(tensor)
-            if base is not None and not _is_older(base, state.call_sequence_nr) and base.grad_fn:
+            start = state.last_call.sequence_nr
+            if base is not None and not _is_older(base, start) and base.grad_fn:
                 # An in-place operation on a view gives the view a new node, fed by its base's.
                 base.grad_fn.register_prehook(hook)
             is_armed = True
     if is_armed:
-        context.armed.pop(state.ref, None)
-        context.armed[state.ref] = None
+        context.graphs.armed.pop(state.ref, None)
+        context.graphs.armed[state.ref] = None
     return is_armed
 
 

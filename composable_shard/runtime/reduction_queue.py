@@ -124,7 +124,9 @@ class Item:
         self.state, self.handle = state, handle
         # A persistent buffer, unsharded anyway, is reduced once, when no reduction is postponed.
         is_kept = handle.grads.is_persistent
-        self.is_reduced = state.reduces_fully if is_kept else state.requires_gradient_sync
+        self.is_reduced = (
+            state.settings.reduces_fully if is_kept else state.settings.requires_gradient_sync
+        )
         self.is_agreed = False
         self.stage = OPEN
         self.position = CLOSED
@@ -136,7 +138,7 @@ class Item:
     @property
     def is_deferred(self) -> bool:
         """Whether the reduction postpones the all-reduce over the replicate groups."""
-        is_due = self.state.requires_all_reduce and self.state.is_last_backward
+        is_due = self.state.settings.requires_all_reduce and self.state.settings.is_last_backward
         return not is_due and bool(self.handle.shard_group.replicate_groups)
 
     @property
@@ -204,7 +206,7 @@ class ReductionQueue:
         self.items = {handle: Item(state, handle) for state in states for handle in state.handles}
         reduced = [item for item in self.items.values() if item.is_reduced]
         buckets = [item for item in reduced if item.state.has_buckets]
-        self.asks_for_late = context.has_regions or bool(buckets)
+        self.asks_for_late = context.graphs.has_regions or bool(buckets)
         if context.reduction_order is not None:
             self._arrange(states)
         # A backward without new gradients also reduces waiting ones: of all handles, or of none.
@@ -321,7 +323,7 @@ class ReductionQueue:
         self._in_flight.append(item)
         self.issued[item] = None
         if is_early and not keeps:
-            release_after_backward(context, handle)
+            release_after_backward(handle)
         if self._final:
             self.deliver()
 
@@ -342,15 +344,15 @@ class ReductionQueue:
         if not handle.shown.has_early_hooks or item.stage in EARLY:
             return
         handle.grads.pack_rest(may_overwrite=not item.keeps_values)
-        is_due = state.is_last_backward and not item.is_deferred
+        is_due = state.settings.is_last_backward and not item.is_deferred
         if self.is_ending or not is_due:
             return
         full, used = handle.full, handle.grads.used
         if (
-            state.ref in self._context.may_recompute
+            state.ref in self._context.graphs.may_recompute
             or full.serves_graphs
             or bool(full.claims)
-            or current_backward_id() != self._context.last_backward_id
+            or current_backward_id() != self._context.graphs.last_backward_id
             or (full.is_kept and not full.is_cast and full.params.aliases.are_hidden)
         ):
             statuses = [_MAY_CHANGE] * len(used)

@@ -188,9 +188,14 @@ def _addresses(tensor: Any) -> list[int]:
 
 
 class KnownForwards:
-    """A unit's inspected forwards, by the number of autograd nodes that they record.
+    """What is known of who reads a unit's full values, beside autograd's first backward.
+
+    A copy learns anew, except for `backward_hooks`.
 
     Attributes:
+        backward_hooks: Users' hooks on its modules and on modules inside. They may read and write
+            full parameters whose gradients have already arrived.
+        runs_backwards: A node of its graph runs a nested backward, as reentrant checkpoints do.
         keeps: Whether an inspected forward leaves tensors on modules, by number of nodes.
         hooks: The hooks of the running call, if any.
         is_watched: The next forward gets hooks.
@@ -198,13 +203,26 @@ class KnownForwards:
         refuses_hooks: No forward gets hooks, because one failed with them.
     """
 
-    __slots__ = ("hooks", "is_watched", "keeps", "keeps_hooks", "refuses_hooks")
+    __slots__ = (
+        "backward_hooks",
+        "hooks",
+        "is_watched",
+        "keeps",
+        "keeps_hooks",
+        "refuses_hooks",
+        "runs_backwards",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, backward_hooks: Sequence[Mapping[int, Any]] = ()) -> None:
+        self.backward_hooks = backward_hooks
+        self.runs_backwards = False
         self.keeps: dict[int, bool] = {}
         self.hooks: SavedValues | None = None
         self.is_watched = True
         self.refuses_hooks = self.keeps_hooks = False
+
+    def __reduce__(self) -> Any:
+        return KnownForwards, (self.backward_hooks,)
 
     def begin(self, name: str, handles: Sequence[FlatParamHandle], top: Hooks | None) -> bool:
         """Push hooks if this call of a unit needs them; return whether others are in force."""

@@ -169,27 +169,14 @@ def get_handles(module: nn.Module) -> list[FlatParamHandle]:
 
 def get_root_states(module: nn.Module) -> list[ShardState]:
     """Return the outermost states in `module`, with no sharded module around them."""
-    roots: dict[ShardState, None] = {}
-    seen: set[int] = set()
-    pending = [module]
-    while pending:
-        child = pending.pop()
-        if id(child) in seen:
-            continue
-        seen.add(id(child))
-        state = read_state(child)
-        if state is not None:
-            roots[state] = None
-        else:
-            pending.extend(reversed(list(child.children())))
     nested = {
         state
         for child in module.modules()
-        if read_state(child) in roots
+        if (outer := read_state(child)) is not None
         for below in child.modules()
-        if (state := read_state(below)) is not None and state is not read_state(child)
+        if (state := read_state(below)) is not None and state is not outer
     }
-    return [state for state in roots if state not in nested]
+    return [state for state in get_states(module) if state not in nested]
 
 
 def select_states(module: nn.Module, recurse: bool) -> list[ShardState]:

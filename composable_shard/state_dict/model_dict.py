@@ -74,7 +74,7 @@ def get_model_state_dict(
         frozen = _frozen_names(model)
         found = {key: value for key, value in found.items() if key not in frozen}
     device = HOST if options.cpu_offload else None
-    if options.full_state_dict and not any(h.shown.is_in_scope for h in handles_of(model)):
+    if options.full_state_dict and not any(h.shown.scope is not None for h in handles_of(model)):
         with torch.no_grad():
             found, device = _make_full(model, found, options), None
     return {key: converted(value, device, options.dtype) for key, value in found.items()}
@@ -177,7 +177,7 @@ def check_values(
         raw = {name.replace(_COMPILED, ""): name for name in model.state_dict()}
         given = {raw.get(key, key): value for key, value in given.items()}
     handles = handles_of(model)
-    if handles and not any(handle.shown.is_in_scope for handle in handles):
+    if handles and not any(handle.shown.scope is not None for handle in handles):
         for handle in handles:
             handle.adopt_changes()
         # For the whole model: the hook of a unit sees only its own module.

@@ -180,7 +180,7 @@ def adopt_new_data(state: ShardState, *_: Any) -> None:
     with torch.no_grad():
         for handle in state.needed:
             is_new = any(e.sharded._local is not e.shard_view for e in handle.shown.at_rest)
-            if is_new and not handle.shown.is_in_scope:
+            if is_new and handle.shown.scope is None:
                 handle.adopt_changes()
 
 
@@ -208,7 +208,7 @@ def show_shards(
     keys = keys_by_name(state_dict, prefix)
     with torch.no_grad():
         for name, param in find_params(module, state).items():
-            if param.handle.shown.is_unsharded and not param.handle.shown.is_in_scope:
+            if param.handle.shown.is_unsharded and param.handle.shown.scope is None:
                 param.handle.adopt_changes()
                 entry = param.entry
                 # Not detach(): a hidden parameter's class would come along.
@@ -238,7 +238,7 @@ def load_values(  # noqa: PLR0913 -- torch's hook
         return
     params = find_params(module, state)
     handles = list(dict.fromkeys(param.handle for param in params.values()))
-    if not handles or any(handle.shown.is_in_scope for handle in handles):
+    if not handles or any(handle.shown.scope is not None for handle in handles):
         return  # the scope's own parameters are shown
     for handle in handles:
         handle.adopt_changes()

@@ -149,7 +149,7 @@ class ModelRanks(Ranks):
     def __init__(self, model: nn.Module) -> None:
         self.handles = handles_of(model)
         for handle in self.handles:
-            if not handle.shown.is_in_scope:
+            if handle.shown.scope is None:
                 handle.adopt_changes()
         self.tensor_groups = tensor_groups(self.handles)
         device = self.handles[0].shard_group.device if self.handles else HOST
@@ -252,7 +252,7 @@ class ModelTensors:
         found = set(params_by_fqn(model).values())
         handles = handles_of(model)
         for handle in handles:
-            if handle.shown.is_in_scope or handle.shown.is_unsharded:
+            if handle.shown.scope is not None or handle.shown.is_unsharded:
                 raise RuntimeError(
                     f"{what} while unit '{handle.name}' shows full parameters. Call it outside "
                     "unshard_params, and after reshard(module)."

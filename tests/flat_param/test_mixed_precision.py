@@ -281,7 +281,7 @@ def test_deferred_all_reduce_adds_up_in_the_main_dtype(strategy: ShardingStrateg
         shard_blocks(model, mesh=mesh, strategy=strategy, mp_policy=policy)
         for micro in range(3):
             for state in get_states(model):
-                state.requires_all_reduce = not is_deferred or micro == 2
+                state.change(requires_all_reduce=not is_deferred or micro == 2)
             loss_of(model, micro).backward()
             if is_deferred and micro < 2:
                 partials = [handle.grads.reduction.partial for handle in get_handles(model)]

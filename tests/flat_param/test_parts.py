@@ -17,6 +17,7 @@ from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.memory import MemoryPlan
+from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
@@ -233,8 +234,9 @@ def test_modules_show_one_form_after_another() -> None:
     assert module.weight is weight.unsharded
     assert shown.state is Shown.UNSHARDED
     shown.check_registered()
-    others = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(2))]
-    shown.enter_scope(others)
+    scope = ScopeParams(shown.entries, full.shard.layout, torch.zeros(full.buffer.shape))
+    others = scope.params
+    shown.enter_scope(scope)
     assert module.weight is others[0]
     assert shown.state is Shown.SCOPE
     assert shown.is_unsharded  # beneath the scope

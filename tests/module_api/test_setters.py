@@ -27,6 +27,7 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import count_collectives, trace_events
 from composable_shard.flat_param import LOCKED, FullState
+from composable_shard.runtime.unit import UnitSettings
 from tests.harness.helpers import assert_equal, distributed
 from tests.programs.models import (
     Net,
@@ -163,7 +164,9 @@ def test_setter_without_recurse_is_for_one_unit() -> None:
     """The units below keep their setting."""
     model = make_net()
     set_reshard_after_forward(model, False, recurse=False)
-    flags = [fully_shard.state(each).reshard_after_forward for each in (model, model.blocks[0])]
+    flags = [
+        fully_shard.state(each).settings.reshard_after_forward for each in (model, model.blocks[0])
+    ]
     assert flags == [False, None]
 
 
@@ -233,7 +236,7 @@ def test_units_that_were_chosen_and_do_not_run_are_freed() -> None:
         model.blocks[1](rank_input(4, 15))
     assert_at_rest(model)
     twin = copy.deepcopy(model)
-    assert fully_shard.state(twin.blocks[1]).forward_prefetch is None
+    assert fully_shard.state(twin.blocks[1]).settings.forward_prefetch is None
 
 
 # --- errors ---
@@ -281,9 +284,7 @@ def test_refused_values_change_nothing() -> None:
         with pytest.raises(ValueError, match=f"expected flag to be True or False, got {value!r}"):
             setter(model, value)  # type: ignore[arg-type] # the point of the test
     state = fully_shard.state(model)
-    assert state.reshard_after_forward is None
-    assert state.forward_prefetch is None
-    assert state.requires_gradient_sync is state.is_last_backward is True
+    assert state.settings == UnitSettings(reshard_after_forward=None)
 
 
 # --- backwards that read no parameter ---

@@ -91,9 +91,8 @@ def _assert_shown(model: nn.Module) -> None:
     assert all(isinstance(param, FlatShard) for param in model.parameters())
     for state in get_states(model):
         assert state.training_state is not TrainingState.UNSHARDED_PARAMS
-        assert not state.full_params
     for handle in get_handles(model):
-        assert not handle.shown.is_in_scope
+        assert handle.shown.scope is None
         assert not handle.guard.is_in_scope
         assert not handle.full.claims
 
@@ -471,19 +470,6 @@ def test_new_gradients_are_discarded_with_a_warning(flag: bool) -> None:
     assert model.out.bias.grad is None
 
 
-@distributed(2)
-def test_host_memory_is_warned_of_once() -> None:
-    """If every rank asks for all of it."""
-    model = make_net()
-    with unshard_params(model, offload_to_cpu=True, rank0_only=True):
-        pass
-    message = r"offload_to_cpu without rank0_only: each of 2 ranks holds all 0.0 MB in host memory"
-    with pytest.warns(UserWarning, match=message), unshard_params(model, offload_to_cpu=True):
-        pass
-    with unshard_params(model, offload_to_cpu=True):
-        pass
-
-
 _LOST = (
     "were not written back, so they are lost where full values are freed. Edit parameters inside "
     "unshard_params(module), or call writeback(module) before reshard(module)."
@@ -677,8 +663,10 @@ def test_an_error_of_the_scope_keeps_no_values_alive() -> None:
         alive: list[weakref.ref[Any]] = []
 
         def fail(model: nn.Module) -> None:
-            for full in get_states(model)[0].full_params.values():
-                alive.append(weakref.ref(full.buffer))
+            for handle in get_states(model)[0].handles:
+                assert handle.shown.scope is not None
+                assert handle.shown.scope.full is not None
+                alive.append(weakref.ref(handle.shown.scope.full.buffer))
             _assign(model)
 
         gc.disable()
@@ -720,7 +708,7 @@ def _forms(model: nn.Module) -> list[Any]:
     names = [(name, id(param), id(param.grad)) for name, param in model.named_parameters()]
     states = [(state.training_state, state.depth) for state in get_states(model)]
     sizes = [
-        (h.unsharded.untyped_storage().size(), h.shown.is_unsharded, h.shown.is_in_scope)
+        (h.unsharded.untyped_storage().size(), h.shown.is_unsharded, h.shown.scope is not None)
         for h in get_handles(model)
     ]
     return [names, states, sizes]

@@ -170,7 +170,7 @@ def _snapshot_of_scope(model: nn.Module) -> list[Any]:
             handle.grads._own.buffer.untyped_storage().size(),
             handle.shown.is_unsharded,
             handle.shown.shows_flat,
-            handle.shown.is_in_scope,
+            handle.shown.scope is not None,
             handle.guard.is_in_scope,
             len(handle.full.claims),
         )
@@ -461,10 +461,11 @@ def test_padding_is_not_written_back() -> None:
     model = _make_net()
     before = [handle.local_shard.clone() for handle in get_handles(model)]
     with unshard_params(model, with_grads=True):
-        for state in get_states(model):
-            for handle, full in state.full_params.items():
-                for start, end in handle.layout.padding_ranges():
-                    full.buffer[start:end] = float("nan")
+        for handle in get_handles(model):
+            assert handle.shown.scope is not None
+            assert handle.shown.scope.full is not None
+            for start, end in handle.layout.padding_ranges():
+                handle.shown.scope.full.buffer[start:end] = float("nan")
     for handle, shard in zip(get_handles(model), before, strict=True):
         assert_equal(handle.local_shard, shard)
 

@@ -84,7 +84,7 @@ def _payloads(log: CollectiveLog) -> dict[tuple[str, int], int]:
 def _costs(model: nn.Module) -> Iterable[FlatParamCost]:
     """Yield the cost of every flat parameter of a sharded model."""
     for state in get_states(model):
-        policy = state.reshard_after_forward
+        policy = state.settings.reshard_after_forward
         is_root = state is fully_shard.state(model)  # type: ignore[attr-defined]
         for handle in state.handles:
             yield FlatParamCost(

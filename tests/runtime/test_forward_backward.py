@@ -551,7 +551,7 @@ def test_only_no_grad_forwards() -> None:
             outputs = [model(rank_input(4, 5, step=step)) for model in twins]
             assert_equal(outputs[1], outputs[0])
             assert_at_rest(twins.sharded)
-    assert get_states(twins.sharded)[0].context.armed == {}
+    assert get_states(twins.sharded)[0].context.graphs.armed == {}
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -750,16 +750,16 @@ def test_no_sync_restores_the_flags_after_an_exception() -> None:
     twins = Twins(Net, shard_blocks)
     model = twins.sharded
     set_requires_gradient_sync(model.blocks[1], False)
-    before = [state.requires_gradient_sync for state in get_states(model)]
+    before = [state.settings.requires_gradient_sync for state in get_states(model)]
 
     def fail() -> None:
         with no_sync(model):
-            assert not any(state.requires_gradient_sync for state in get_states(model))
+            assert not any(state.settings.requires_gradient_sync for state in get_states(model))
             raise KeyError("user")
 
     with pytest.raises(KeyError):
         fail()
-    assert [state.requires_gradient_sync for state in get_states(model)] == before
+    assert [state.settings.requires_gradient_sync for state in get_states(model)] == before
     assert before == [True, True, False, True]
 
 

@@ -1,0 +1,74 @@
+"""The graph-recording calls of a unit and of a tree, and those that wait for a backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable
+from typing import Generic, TypeVar
+from weakref import ref
+
+from composable_shard.torch_private import next_sequence_nr
+
+Unit = TypeVar("Unit")
+
+
+def alive(refs: Iterable[ref[Unit]]) -> list[Unit]:
+    """Return the objects that weak references refer to, without those that are gone."""
+    return [unit for each in refs if (unit := each()) is not None]
+
+
+class UnitCall:
+    """One graph-recording call of a unit, [Note: End of a unit].
+
+    Attributes:
+        number: Its number among the calls of all units of the tree.
+        count: Number of calls of units, of all trees, when it began.
+        sequence_nr: Number of the next autograd node when it began.
+        end: Number of the first call that began after it had ended; -1 while it runs.
+        is_checkpointed: Non-reentrant checkpointing may run the call again.
+    """
+
+    __slots__ = ("count", "end", "is_checkpointed", "number", "sequence_nr")
+
+    def __init__(self, number: int = -1, count: int = -1, end: int = -1) -> None:
+        self.number, self.count, self.end = number, count, end
+        self.sequence_nr = next_sequence_nr()
+        self.is_checkpointed = False
+
+
+class OpenGraphs(Generic[Unit]):
+    """The graphs of a tree's calls that a backward may reach.
+
+    Attributes:
+        num_calls: Number that the next graph-recording call of a unit gets.
+        start: `num_calls` when the tree's last graph-recording call began.
+        num_open: Number of the tree's graph-recording calls since a backward; `most_open`: maximum.
+        spans_calls: The last backward also reached an earlier call, so the next one may too.
+        first_calls: Number of each unit's first call that the next backward may reach.
+        armed: Units whose outputs wait for a backward, in the order of their last forward.
+        may_recompute: Units whose forward may run again in a nested backward (reentrant
+            checkpoints); `has_regions`: such units have existed.
+        last_backward_id: Number of the last backward; `probed_backward_id`: of the last empty one.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = self.start = 0
+        self.num_open, self.most_open = 0, 1
+        self.spans_calls = self.has_regions = False
+        self.first_calls: dict[ref[Unit], int] = {}
+        self.armed: dict[ref[Unit], None] = {}
+        self.may_recompute: set[ref[Unit]] = set()
+        self.last_backward_id = self.probed_backward_id = -1
+
+    def forget(self) -> None:
+        """Note that the graphs of all calls so far were used up or dropped."""
+        self.armed.clear()
+        self.first_calls.clear()
+
+    def within(self, units: Collection[ref[Unit]]) -> OpenGraphs[Unit]:
+        """Return the graphs as a tree has them that consists of some of the units."""
+        found, own = copy.copy(self), set(units)
+        found.armed = {unit: None for unit in self.armed if unit in own}
+        found.first_calls = dict(self.first_calls)
+        found.may_recompute = self.may_recompute & own
+        return found
