@@ -126,7 +126,7 @@ def check_same_spec(func: OpOverload, first: ShardSpec, other: ShardSpec) -> Non
 
 
 def _describe_spec(spec: ShardSpec) -> str:
-    numels = ", ".join(map(str, spec.numels[:8])) + (", ..." if len(spec.numels) > 8 else "")
+    numels = ", ".join(map(str, spec.numels[:8])) + (", ..." if spec.world_size > 8 else "")
     return (
         f"'{spec.label.fqn}' {tuple(spec.shape)}, elements per rank {numels}, group "
         f"'{spec.group_name}'"

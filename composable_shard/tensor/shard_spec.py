@@ -131,7 +131,6 @@ class ShardSpec:
         is_owned_by_other_rank: Another rank holds the whole tensor, and this one nothing of it.
         local_range: This rank's half-open range of the dense tensor's elements.
         region: This rank's elements in the logical tensor, [Note: Regions].
-        numels: Elements that each rank of the shard group holds.
         stride: Stride of the logical tensor.
         wrapper_stride: `stride`; None if row-major, as torch then makes a wrapper faster.
     """
@@ -155,7 +154,6 @@ class ShardSpec:
     is_owned_by_other_rank: bool = field(init=False, compare=False, repr=False)
     local_range: tuple[int, int] = field(init=False, compare=False, repr=False)
     region: Region = field(init=False, compare=False, repr=False)
-    numels: list[int] = field(init=False, compare=False, repr=False)
     stride: tuple[int, ...] = field(init=False, compare=False, repr=False)
     wrapper_stride: tuple[int, ...] | None = field(init=False, compare=False, repr=False)
 
@@ -178,6 +176,11 @@ class ShardSpec:
     def world_size(self) -> int:
         """Ranks that share the tensor."""
         return self.layout.world_size
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements that each rank of the shard group holds."""
+        return [end - start for start, end in map(self.range_of, range(self.world_size))]
 
     @property
     def is_alone(self) -> bool:
@@ -265,7 +268,6 @@ _COMPUTED: dict[str, Callable[[ShardSpec], Any]] = {
     "is_owned_by_other_rank": lambda spec: spec.owner not in (None, spec.rank),
     "local_range": lambda spec: spec.range_of(spec.rank),
     "region": _region,
-    "numels": lambda spec: [b - a for a, b in map(spec.range_of, range(spec.world_size))],
     "stride": lambda s: s.dense_stride if s.tensor_parallel is None else _row_major(s),
     "wrapper_stride": lambda s: None if s.stride == _row_major(s) else s.stride,
 }
