@@ -62,7 +62,7 @@ def keep_left_gradients(handle: FlatParamHandle) -> None:
     grads = handle.grads
     params = enumerate(entry.unsharded for entry in handle.entries)
     left = [index for index, param in params if param is not None and param.grad is not None]
-    if grads.is_bound and (left or (True in grads.arrived and not grads.is_unsynced)):
+    if grads.packing is not None and (left or (True in grads.arrived and not grads.is_unsynced)):
         settle_pending(handle)
         with torch.no_grad():
             for index in left:

@@ -96,11 +96,10 @@ class FlatReduction:
         self._scale = 1.0  # of the output, without a first stage
         self._is_deferred = False
         # On a side stream: the points at which the buffer is free and the result complete, and the
-        # memory that the stream reads until then.
-        self._reduce_stream: torch.Stream | None = None
+        # stream with the memory that it reads until then.
         self._buffer_read: StreamPoint | None = None
         self._done: StreamPoint | None = None
-        self._read: tuple[Tensor | None, ...] = ()
+        self._read: tuple[torch.Stream, Tensor | None, Tensor | None] | None = None
 
     def bind(
         self, reduce_dtype: torch.dtype, main_dtype: torch.dtype, device: torch.device
@@ -177,10 +176,10 @@ class FlatReduction:
         if streams is None:
             self.output = self._issue(buffer, scratch, scale, output)
             return
-        stream = self._reduce_stream = streams.reduce_stream
+        stream = streams.reduce_stream
         # [Note: Streams and memory]; the gradients were packed on the current stream.
         stream.wait_stream(torch.accelerator.current_stream())
-        self._read = scratch, self.partial
+        self._read = stream, scratch, self.partial
         with stream:
             output = self._issue(buffer, scratch, scale, output)
             scattered = self._end_first_stage()
@@ -294,8 +293,7 @@ class FlatReduction:
         else:
             # After this wait the current stream may reuse the buffers.
             self._done.wait()
-            self._done = self._buffer_read = None
-            self._read = ()
+            self._done = self._buffer_read = self._read = None
         if not self._is_deferred:
             return output
         # Accumulate in the main dtype, whatever dtype travelled.
@@ -313,9 +311,8 @@ class FlatReduction:
         group = self.shard_group
         for each in (*(group.group,) * (group.size > 1), *group.replicate_groups):
             collectives.settle(each)  # an interrupt may have lost a collective
-        if self._reduce_stream is not None:
+        if self._read is not None:
             # The stream may read buffers that are about to be reused.
-            torch.accelerator.current_stream().wait_stream(self._reduce_stream)
-        self._done = self._buffer_read = None
-        self._read = ()
+            torch.accelerator.current_stream().wait_stream(self._read[0])
+        self._done = self._buffer_read = self._read = None
         self.output = self.partial = None

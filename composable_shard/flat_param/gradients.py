@@ -160,11 +160,6 @@ class FlatGradients:
         self._own, self._full, self.packing = OwnBuffer(), None, None
 
     @property
-    def is_bound(self) -> bool:
-        """Whether there are buffers for gradients."""
-        return self.packing is not None
-
-    @property
     def used(self) -> list[bool]:
         """Which parameters got a gradient on this rank since the last `publish`."""
         return list(map(or_, self.was_used, self.arrived)) if any(self.arrived) else self.was_used

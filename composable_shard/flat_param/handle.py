@@ -341,7 +341,7 @@ class FlatParamHandle(ShardedParams):
         if self.shard.values.is_meta:
             return
         self.full.params.set_flags(flags)
-        is_fit = self.grads.is_bound and _gradient_layout(self) == self.grads.layout
+        is_fit = self.grads.packing is not None and _gradient_layout(self) == self.grads.layout
         if self.requires_grad and not is_fit:
             with torch.inference_mode(False), torch.no_grad():
                 self.grads.finish()

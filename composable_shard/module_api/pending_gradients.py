@@ -145,7 +145,7 @@ def _idle_handles(
         (state, handle)
         for state in states
         for handle in state.handles
-        if state.context is not None and handle.grads.is_bound
+        if state.context is not None and handle.grads.packing is not None
     ]
     for _, handle in handles:
         handle.adopt_changes()

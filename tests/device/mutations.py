@@ -67,8 +67,8 @@ REFERENCES = [
     Site(
         "flat_param.gradient_reduction",
         "FlatReduction.start",
-        "self._read = (scratch, self.partial)",
-        without="self._read = ()",
+        "self._read = (stream, scratch, self.partial)",
+        without="self._read = (stream, None, None)",
     ),
     Site(
         "flat_param.host_gradient",

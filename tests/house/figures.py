@@ -100,12 +100,10 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 20_607,
-    "lines of all": 30_153,
+    "lines of the core": 20_096,
+    "lines of all": 29_581,
     "quick start: statements": 4_193,
     "warm step: functions": 214,
-    "attributes of a class, most": 23,
-    "methods of a class, most": 26,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name
