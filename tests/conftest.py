@@ -41,6 +41,7 @@ NUM_DEVICE_CASES = 1
 SLOW_FILES = (
     "test_ecosystem",
     "test_install",
+    "test_options",
     "test_lightning",
     "test_torchft",
     "test_lockstep",

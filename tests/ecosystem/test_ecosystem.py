@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_shard import fully_shard, is_sharded, shard_model
+from composable_shard import fully_shard, is_sharded
 from composable_shard.huggingface import TrainerMixin, iter_merged_params, keep_unwrapped
 from tests.ecosystem.programs import (
     as_torchrun_starts,
@@ -26,7 +25,6 @@ from tests.ecosystem.tools import (
     DTYPES,
     TOLERANCES,
     dtypes_of,
-    keep_predictions,
     logged,
     make_accelerator,
     train_by_trl,
@@ -113,9 +111,6 @@ def test_accelerate_saves_a_whole_model_and_refuses_state(tmp_path: Path) -> Non
 # --- Trainer ---
 
 
-# --- Trainer ---
-
-
 @needs("accelerate", "transformers")
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @distributed(2)
@@ -153,68 +148,6 @@ def test_trainer_trains_evaluates_rotates_and_resumes(precision: str, tmp_path: 
         later = train_with(Sharded, again, tmp_path / "again", middle, **options)
         assert logged(later) == logged(trainer)
         torch.testing.assert_close(values_of(again), values_of(model), rtol=0, atol=0)
-
-
-@needs("accelerate", "transformers")
-@distributed(2)
-def test_seq2seq_trainer_generates(tmp_path: Path) -> None:
-    """`predict_with_generate` in evaluations between steps: losses and words of its DDP."""
-    from transformers import (
-        Seq2SeqTrainer,
-        Seq2SeqTrainingArguments,
-        T5Config,
-        T5ForConditionalGeneration,
-    )
-
-    class Sharded(TrainerMixin, Seq2SeqTrainer):  # type: ignore[misc]
-        pass
-
-    config = T5Config(
-        vocab_size=32,
-        d_model=16,
-        d_kv=4,
-        d_ff=32,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        dropout_rate=0.0,
-    )
-    samples = [{"input_ids": row, "labels": row} for step in range(12) for row in words(step, 0)]
-    results = []
-    with as_torchrun_starts():
-        for kind in (Seq2SeqTrainer, Sharded):
-            make_accelerator()
-            torch.manual_seed(0)
-            model = T5ForConditionalGeneration(config)
-            if kind is Sharded:
-                shard_model(model, {type(model.encoder.block[0]): {}})
-            written: list[Any] = []
-            arguments = Seq2SeqTrainingArguments(
-                str(tmp_path / kind.__name__),
-                max_steps=3,
-                per_device_train_batch_size=2,
-                learning_rate=1e-1,
-                logging_steps=1,
-                eval_strategy="steps",
-                eval_steps=1,
-                predict_with_generate=True,
-                generation_max_length=6,
-                bf16=True,
-                report_to=[],
-                disable_tqdm=True,
-                use_cpu=True,
-                save_strategy="no",
-            )
-            trainer = kind(
-                model,
-                arguments,
-                train_dataset=samples,
-                eval_dataset=samples[:4],
-                compute_metrics=partial(keep_predictions, written),
-            )
-            trainer.train()
-            results.append((logged(trainer), [torch.as_tensor(each) for each in written]))
-        torch.testing.assert_close(results[1], results[0], rtol=0, atol=2e-3)
 
 
 @needs("trl")

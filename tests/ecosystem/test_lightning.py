@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import load_checkpoint
-from tests.ecosystem.programs import as_torchrun_starts, needs, values_of
+from tests.ecosystem.programs import as_torchrun_starts, needs, run_lightning, values_of
 from tests.harness.helpers import distributed, run_ranks
 
 
-def make_lit(is_manual: bool = False) -> Any:
-    """Return a module that tells in which dtype it computes, and its losses."""
+def make_lit(is_manual: bool = False, overflows: bool = False) -> Any:
+    """Return a module that tells in which dtype it computes, and its losses.
+
+    With `overflows` the gradients of the second rank's second batch do.
+    """
     import lightning
 
     class Lit(lightning.LightningModule):  # type: ignore[misc]
@@ -38,7 +41,7 @@ def make_lit(is_manual: bool = False) -> Any:
             self.told += [output.dtype, output.float().square().mean().item()]
             loss = output.square().mean() + self.head.weight.square().mean()  # outside of forward
             self.log("loss", loss, sync_dist=True)
-            return loss
+            return loss * torch.inf if overflows and dist.get_rank() == index == 1 else loss
 
         def validation_step(self, batch: Tensor, index: int) -> None:
             self.log("val", self(batch).square().mean(), sync_dist=True)
@@ -65,6 +68,7 @@ def lit_batches(number: int) -> Any:
 def make_lit_trainer(folder: Path, is_sharded: bool = True, **options: Any) -> Any:
     """Return a Trainer of this rank, which torchrun has started."""
     import lightning
+    from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -72,11 +76,17 @@ def make_lit_trainer(folder: Path, is_sharded: bool = True, **options: Any) -> A
 
     strategy = (ShardedStrategy if is_sharded else DDPStrategy)(process_group_backend="gloo")
     chosen = {"max_steps": 4, "gradient_clip_val": 0.5, "enable_checkpointing": False}
+    if options.get("precision") == "16-mixed":  # of which Lightning makes bf16-mixed on the CPU
+        del options["precision"]
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    else:
+        plugins = []
     return lightning.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
         strategy=strategy,
-        plugins=[TorchElasticEnvironment()],
+        plugins=[TorchElasticEnvironment(), *plugins],
         default_root_dir=folder,
         logger=False,
         enable_progress_bar=False,
@@ -90,6 +100,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16-mixed": {"precision": "bf16-mixed"},
     "bf16-true": {"precision": "bf16-true"},
+    "16-mixed": {"precision": "16-mixed"},
     "accumulated": {"accumulate_grad_batches": 2},
     "clipped by value": {"gradient_clip_algorithm": "value", "gradient_clip_val": 0.01},
     "average": {},
@@ -108,14 +119,17 @@ def test_a_trainer_trains_tests_and_averages(case: str, tmp_path: Path) -> None:
         for is_sharded in (False, True):
             callbacks = [EMAWeightAveraging(decay=0.5)] if case == "average" else []
             trainer = make_lit_trainer(tmp_path, is_sharded, callbacks=callbacks, **CASES[case])
-            module = make_lit()
+            module = make_lit(overflows=case == "16-mixed")
             trainer.fit(module, lit_batches(6), lit_batches(2))
+            if case == "16-mixed":
+                assert trainer.precision_plugin.scaler.get_scale() == 2.0**9
             values = values_of(module) if is_sharded else module.state_dict()
             tested = trainer.test(module, lit_batches(2), verbose=False)[0]["test"]
             results.append((module.told[1::2], tested, values))
-            dtype = torch.float32 if "bf16" not in case else torch.bfloat16
+            halves = {"bf16": torch.bfloat16, "16": torch.float16}
+            dtype = halves.get(case.split("-")[0], torch.float32)
             assert set(module.told[::2]) == {dtype}
-    tolerance = 2e-3 if "bf16" in case else 1e-6
+    tolerance = 1e-6 if dtype is torch.float32 else 2e-3
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=tolerance)
 
 
@@ -171,3 +185,11 @@ def test_manual_optimization_says_what_to_write(tmp_path: Path) -> None:
     message = "Shard the modules that training_step calls"
     with as_torchrun_starts(), pytest.raises(NotImplementedError, match=message):
         make_lit_trainer(tmp_path, gradient_clip_val=None).fit(make_lit(True), lit_batches(1))
+
+
+@needs("lightning", "transformers")
+@distributed(2)
+def test_lightnings_own_strategy_leaves_sharding_to_the_module() -> None:
+    """`ModelParallelStrategy`, beside DDP; its checkpoint holds shards."""
+    with as_torchrun_starts():
+        run_lightning()
