@@ -247,8 +247,8 @@ class FlatReduction:
     def advance(self) -> None:
         """Wait until the buffer is free; start the second stage, if any.
 
-        Without a first stage the buffer is needed until `finish`, but scratch memory is not. On a
-        side stream the second stage has been started.
+        Without a first stage the buffer is needed until `finish`. On a side stream the second stage
+        has been started.
         """
         if self._buffer_read is not None:
             self._buffer_read.wait()
