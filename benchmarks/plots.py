@@ -7,7 +7,6 @@
     python -m benchmarks.plots timeline    # gathers and reductions of a step beside its compute
     python -m benchmarks.plots overlap     # the same on an accelerator of threads, beside FSDP2's
     python -m benchmarks.plots peers       # step time and memory beside others, from results/
-    python -m benchmarks.plots libraries   # the same of every library that runs on the CPU
 
 Each writes docs/pictures/NAME.png, or `--output FILE` in the format of the file's name.
 Needs matplotlib: `pip install '.[plot]'`. Colours differ in lightness, and what lies side by side
@@ -665,43 +664,6 @@ def peer_figures() -> str:
     return json.dumps([{name: each[name] for name in PEER_NAMES} for each in (times, peaks)])
 
 
-LIBRARY_TIMES = RESULTS / "compare_steps_cpu2_2026-11-27.md"
-LIBRARY_LEVELS = RESULTS / "compare_exact_cpu2_2026-11-27.md"
-LIBRARY_NAMES = {
-    "ddp": "DDP",
-    "ours_noshard": "here, NO_SHARD",
-    "zero1": "ZeroRedundancyOptimizer",
-    "fairscale_oss": "fairscale OSS",
-    "deepspeed_1": "DeepSpeed ZeRO-1",
-    "ours_optim": "here, SHARD_OPTIM",
-    "fairscale_sddp": "fairscale ShardedDDP",
-    "deepspeed_2": "DeepSpeed ZeRO-2",
-    "ours_gradop": "here, SHARD_GRAD_OP",
-    "fsdp1": "FSDP1",
-    "fsdp2": "FSDP2",
-    "simple_fsdp": "SimpleFSDP",
-    "deepspeed_3": "DeepSpeed ZeRO-3",
-    "ours": "here, FULL_SHARD",
-}
-
-
-def draw_libraries(plot: Any) -> Any:
-    """Draw step time and peak of every library that runs on the CPU."""
-    times = read_column(LIBRARY_TIMES.read_text(), "time / ddp")
-    peaks = read_column(LIBRARY_LEVELS.read_text(), "peak P")
-    figure, axes = plot.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
-    titles = "time of a step, DDP = 1", "peak memory, in bytes of all parameters"
-    for axis, figures, title in zip(axes, (times, peaks), titles, strict=True):
-        draw_bars(axis, figures, LIBRARY_NAMES, "{:.2f}")
-        axis.set_title(title, fontsize=10, loc="left")
-    figure.supxlabel(
-        "MODEL_TEXT, fp32, AdamW, two gloo ranks on two CPU cores, torch 2.13; "
-        "median and quartiles; shorter is better",
-        fontsize=8,
-    )
-    return figure
-
-
 # --- the overlap on an accelerator ---
 
 OVERLAP = {
@@ -787,7 +749,6 @@ DRAWINGS = {
     "timeline": draw_timeline,
     "overlap": draw_overlap,
     "peers": draw_peers,
-    "libraries": draw_libraries,
 }
 
 
