@@ -666,7 +666,9 @@ class _Trainee:
         elif form == "dtype":
             self.model.to(torch.float32).to(torch.float64)
         is_partial = has_names and form in ("freeze", "unfreeze", "mul", "data")
-        for param in list(self.model.parameters())[:: 2 if is_partial else 1]:
+        named = self.model.named_parameters()
+        params = [param for name, param in named if not name.startswith("outer.")]  # no unit's
+        for param in params[:: 2 if is_partial else 1]:
             match form:
                 case "freeze" | "unfreeze" if has_names:
                     param.requires_grad_(form == "unfreeze")
