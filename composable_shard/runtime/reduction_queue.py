@@ -5,8 +5,8 @@ All ranks must issue the same collectives in the same order, but gradients come 
 other ranks, or never. So a reduction is issued when its gradients are ready, and all reductions
 before it in an order that the ranks agree on have been issued:
 
-- A handle whose unit frees its gradients' buffer is ready when the unit is over, [Note: End of a
-  unit]. The units' ends are the order.
+- A handle whose unit frees its gradients' buffer is ready when the unit is over. The units' ends
+  are the order, [Note: End of a unit].
 - A handle with a persistent buffer can wait, [Note: Agreed order].
 - A bucket is ready when autograd has accumulated all its gradients. [Note: Buckets]
 

@@ -21,7 +21,7 @@ NUM_NODES = 20_000
 STACK_NBYTES = 256 << 10
 
 
-class _Deep(nn.Module):
+class _ManyNodes(nn.Module):
     """A layer, many nodes on what it returns, and another layer."""
 
     def __init__(self, num_nodes: int) -> None:
@@ -61,7 +61,7 @@ def _train(model: nn.Module, number: int) -> None:
     square_mean(model(rank_input(3, DIM, step=number, dtype=torch.float64))).backward()
 
 
-def _compare(plain: nn.Module, model: nn.Module) -> None:
+def _assert_step_alike(plain: nn.Module, model: nn.Module) -> None:
     average_gradients(plain.parameters())
     found = unsharded_gradients(model)
     for name, param in plain.named_parameters():
@@ -80,13 +80,13 @@ def _compare(plain: nn.Module, model: nn.Module) -> None:
 def test_many_nodes_in_a_thread_with_a_small_stack(strategy: ShardingStrategy) -> None:
     """Inside the forward of a unit: nothing walks the graph by recursion, or frees it so."""
     torch.manual_seed(0)
-    plain = _Deep(NUM_NODES).double()
+    plain = _ManyNodes(NUM_NODES).double()
     model = copy.deepcopy(plain)
     shard_children(model, strategy=strategy)
     for number in range(2):
         for each in (plain, model):
             _in_small_thread(lambda each=each, number=number: _train(each, number))
-        _compare(plain, model)
+        _assert_step_alike(plain, model)
 
 
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
@@ -94,11 +94,11 @@ def test_many_nodes_in_a_thread_with_a_small_stack(strategy: ShardingStrategy) -
 def test_saved_tensors_that_may_be_written(strategy: ShardingStrategy) -> None:
     """`allow_mutation_on_saved_tensors` is right, or says what it meets, and leaves no harm."""
     torch.manual_seed(0)
-    plain = _Deep(2).double()
+    plain = _ManyNodes(2).double()
     model = copy.deepcopy(plain)
     shard_children(model, strategy=strategy)
     for number in range(3):
         for each in (plain, model):
             with allow_mutation_on_saved_tensors():
                 _train(each, number)
-        _compare(plain, model)
+        _assert_step_alike(plain, model)
