@@ -165,6 +165,10 @@ def draw(seed: int, features: set[str]) -> Case:
         for micro in (micro for _, micros, _ in steps for micro in micros):
             micro.inputs = False  # which reach no node on a rank that uses none of the trainable
     case = Case(blocks, _options(random, shared), has_root, is_uneven, steps)
+    if not has_root:  # where ranks fill buckets differently, the next tree's collectives find that
+        for plan in case.blocks:
+            for unit in (plan, *plan.inner):
+                unit.options["bucket_cap_mb"] = None
     _draw_unseen(random, case, features, is_double)
     return case
 

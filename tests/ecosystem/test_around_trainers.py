@@ -24,7 +24,7 @@ from tests.ecosystem.tools import (
 from tests.harness.helpers import distributed
 
 
-def whole_of(value: Any) -> Tensor:
+def to_whole(value: Any) -> Tensor:
     """Return the whole value of a parameter or what was computed of it."""
     value = value.detach()
     return (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
@@ -56,7 +56,8 @@ def test_adapters_are_trained_saved_resumed_and_merged(way: str, tmp_path: Path)
         torch.testing.assert_close(values_of(later.model), values_of(ours.model), rtol=0, atol=0)
         dist.barrier()
         saved = PeftModel.from_pretrained(make_llama(), folder / "checkpoint-6")
-        merged = {name: whole_of(each) for name, each in saved.merge_and_unload().named_parameters()}
+        merged = dict(saved.merge_and_unload().named_parameters())
+        merged = {name: to_whole(each) for name, each in merged.items()}
         found = dict(iter_merged_params(ours.model))
         torch.testing.assert_close(found, merged, rtol=0, atol=0)
 
@@ -92,12 +93,12 @@ def test_a_callback_averages_weights(way: str, tmp_path: Path) -> None:
             trainer = train_with(
                 kind, shard(make_llama()), tmp_path, callbacks=[average], **options
             )
-            results.append([whole_of(value) for value in average.values])
+            results.append([to_whole(value) for value in average.values])
         torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-5)
         copied = torch.optim.swa_utils.AveragedModel(trainer.model)
         copied.update_parameters(trainer.model)
         for one, other in zip(copied.module.parameters(), trainer.model.parameters(), strict=True):
-            assert torch.equal(whole_of(one), whole_of(other))
+            assert torch.equal(to_whole(one), to_whole(other))
 
 
 @needs("accelerate", "transformers")

@@ -605,10 +605,9 @@ def test_bytes_at_rest(
             _stack_step(model, optimizer)
         gc.collect()
     numel = sum(param.numel() for param in model.parameters())
-    # Scratch memory for the terms of a reduction: of one unit, for a whole tree.
+    # Scratch memory for the terms of a reduce-scatter: of one unit, for a whole tree.
     size = numel // 6 * (2 if reduce_dtype is None else 4)
-    shares = {SHARD_OPTIM: 1 if world_size > 2 else 2, NO_SHARD: 1}
-    scratch = size // shares[strategy] if strategy in shares else 0
+    scratch = size // (1 if world_size > 2 else 2) if strategy is SHARD_OPTIM else 0
     assert memory.current - scratch == pytest.approx(numel * (full + share / world_size), rel=0.02)
 
 
