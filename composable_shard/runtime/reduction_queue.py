@@ -191,6 +191,7 @@ class ReductionQueue:
         self._over: dict[Item, None] = {}  # agreed, in the order in which this rank was ready
         self.issued: dict[Item, None] = {}
         self._in_flight: list[Item] = []  # reductions issued and not waited for
+        self._issued_last: set[Item] = set()  # since autograd has run all its nodes
         self._flagged: dict[Item, None] = {}  # with flags in flight
         self._final: list[Item] = []
         self.accumulates = self.is_sure = self.asks_for_late = self.is_ending = False
@@ -254,8 +255,12 @@ class ReductionQueue:
         self.window = call if runs_alone and is_sure else None
 
     def is_in_window(self, item: Item) -> bool:
-        """Return whether a bucket may be reduced before its unit's end."""
-        may_wait = item.handle.shown.has_early_hooks
+        """Return whether a bucket may be reduced before its unit's end.
+
+        One that was reduced after a later call waits for the end: where a rank has no gradient from
+        this call, its end reduces nothing.
+        """
+        may_wait = item.handle.shown.has_early_hooks or item in self.issued
         return item.position == self.window and item.is_reduced and not may_wait
 
     def make_ready(self, item: Item, *, is_early: bool = False) -> None:
@@ -269,7 +274,8 @@ class ReductionQueue:
             self.issue(item, is_early=is_early)
         elif item.stage is ISSUED:
             # By the call that the backward reached before: the same on all ranks, unless asked for.
-            if not self.asks_for_late:
+            # One that was issued since autograd ended had all its gradients then.
+            if not self.asks_for_late and item not in self._issued_last:
                 self.issue(item)
         else:
             item.stage = READY
@@ -322,6 +328,8 @@ class ReductionQueue:
         item.stage = ISSUED
         self._in_flight.append(item)
         self.issued[item] = None
+        if self.is_ending:
+            self._issued_last.add(item)
         if is_early and not keeps:
             release_after_backward(handle)
         if self._final:

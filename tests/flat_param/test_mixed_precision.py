@@ -620,7 +620,8 @@ def test_a_backward_allocates_nothing(
 ) -> None:
     """S3.4: beyond what that of the plain low-precision model allocates.
 
-    Low-precision terms are added up in fp32 by way of memory that is freed at once.
+    Low-precision terms are added up in fp32 by way of memory that is freed at once, and the terms
+    of an all-reduce arrive in such memory.
     """
     allocated, peaks = [], []
     policy = MixedPrecisionPolicy(main_dtype=F32, reduce_dtype=reduce_dtype)
@@ -636,7 +637,7 @@ def test_a_backward_allocates_nothing(
             loss.backward()
         allocated.append(memory.allocated)
         peaks.append(memory.peak)
-    if strategy is NO_SHARD or reduce_dtype is F32:
+    if strategy is SHARD_OPTIM and reduce_dtype is F32:
         assert allocated[1] <= allocated[0] + 4096
     assert peaks[1] <= peaks[0] + 4096
 

@@ -398,11 +398,8 @@ def test_bytes_at_rest(
     full = sum(param.numel() * 4 for param in model.parameters())
     nbytes = {"full": full, "shard": full / world_size}
     expected = nbytes[params] + nbytes[grads] + 2 * nbytes[states]
-    # Scratch memory of a reduction that is done in place: of one unit, for a whole tree.
-    scratch = {
-        SHARD_OPTIM: full / 6 / (1 if world_size > 2 else 2),
-        NO_SHARD: full / 6,
-    }.get(strategy, 0)
+    # Scratch memory of a reduce-scatter that is done in place: of one unit, for a whole tree.
+    scratch = full / 6 / (1 if world_size > 2 else 2) if strategy is SHARD_OPTIM else 0
     assert memory.current - scratch == pytest.approx(expected, rel=0.02)
     moments = sum(
         state[key].to_local().nbytes
