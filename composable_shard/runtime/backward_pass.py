@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from bisect import insort
 from functools import partial
-from itertools import dropwhile, pairwise, takewhile
+from itertools import pairwise, takewhile
 
 from composable_shard.comm import FlagReduction
 from composable_shard.flat_param import (
@@ -194,10 +194,11 @@ class BackwardPass:
         if item.stage is not OPEN or not (is_over or queue.is_in_window(item)):
             return
         item.stage = READY
-        # A unit that is not over must be the next to end.
-        first = dropwhile(lambda each: is_over and each.state is not item.state, self._open)
-        same = takewhile(lambda each: (each.state, each.position) == (item.state, position), first)
-        trained = [each for each in same if each.handle.requires_grad]
+        same = [
+            each for each in self._open if (each.state, each.position) == (item.state, position)
+        ]
+        is_next = is_over or same[0] is self._open[0]
+        trained = [each for each in same if each.handle.requires_grad and is_next]
         ready = takewhile(lambda each: each.stage is not OPEN, trained)
         for each in [item] if item.is_agreed else ready:
             if is_over:
