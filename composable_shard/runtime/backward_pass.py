@@ -194,9 +194,8 @@ class BackwardPass:
         if item.stage is not OPEN or not (is_over or queue.is_in_window(item)):
             return
         item.stage = READY
-        same = [
-            each for each in self._open if (each.state, each.position) == (item.state, position)
-        ]
+        mine = [each for each in self._open if each.state is item.state]
+        same = [each for each in mine if each.position == position]
         is_next = is_over or same[0] is self._open[0]
         trained = [each for each in same if each.handle.requires_grad and is_next]
         ready = takewhile(lambda each: each.stage is not OPEN, trained)
