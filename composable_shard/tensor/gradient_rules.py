@@ -81,21 +81,21 @@ class _StepHooks:
 
     def __init__(self) -> None:
         self._hooks: list[Any] = []
-        self._num_handles = self.num_owned = 0
+        self.num_handles = self.num_owned = 0
 
     def keep_for(self, handle: ShardedParams) -> None:
         """Keep the hooks for as long as the handle lives."""
         if not self._hooks:
             self._hooks.append(register_optimizer_step_pre_hook(_begin_step))
             self._hooks.append(register_optimizer_step_post_hook(_end_step))
-        self._num_handles += 1
+        self.num_handles += 1
         self.num_owned += _has_owned(handle)
         weakref.finalize(handle, self._release, _has_owned(handle)).atexit = False
 
     def _release(self, has_owned: bool) -> None:
-        self._num_handles -= 1
+        self.num_handles -= 1
         self.num_owned -= has_owned
-        while self._hooks and not self._num_handles:
+        while self._hooks and not self.num_handles:
             self._hooks.pop().remove()
 
 
