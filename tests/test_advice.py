@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from composable_shard.options import advice
 from composable_shard.torch_private import NO_FULL_GRAPH
 from tests.error_texts import matching
 from tests.harness.helpers import assert_equal, distributed
-from tests.programs.models import FULL, Net
+from tests.programs.models import FULL, Net, Twins, loss_of, shard_blocks
 
 WHOLE = advice.WHOLE_NEEDED
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
@@ -184,6 +185,31 @@ def test_l_advice_about_saving_raises_before_a_shard_is_written() -> None:
     torch.save(whole, file)
     file.seek(0)
     assert all(map(torch.equal, torch.load(file).values(), whole.values()))
+
+
+# Ways to hand weights on that would hand on those of this rank alone.
+EXPORTS: tuple[Callable[[nn.Module], object], ...] = (
+    lambda model: [param.detach().numpy() for param in model.parameters()],
+    lambda model: [param.tolist() for param in model.parameters()],
+    lambda model: safetensors.torch.save_file(model.state_dict(), "nowhere"),
+    lambda model: torch.save(model.state_dict(), io.BytesIO()),
+)
+
+
+@distributed(2)
+def test_l_advice_about_weights_leaves_a_model_that_trains() -> None:
+    """It names no function of optimizers; the step after each is a plain model's."""
+    twins = Twins(Net, shard_blocks)
+    optimizers = twins.optimizers()
+    for step, export in enumerate(EXPORTS):
+        with pytest.raises(RuntimeError) as caught:
+            export(twins.sharded)
+        assert "shard_optimizer_state" not in str(caught.value)
+        twins.step(partial(loss_of, step=step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.assert_equal_parameters()
 
 
 @distributed(2)

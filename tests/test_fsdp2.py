@@ -44,6 +44,7 @@ from tests.programs.models import (
     collectives_of,
     full_tensor_of,
     loss_of,
+    replica_mesh,
     seeded,
     train_twins,
 )
@@ -282,10 +283,17 @@ def _compare_scripts(num_tp: int, dtype: torch.dtype | None, *, clips: bool = Tr
 def test_the_norm_of_torchs_clipping_can_be_made_whole() -> None:
     """As FSDP2's scripts do; else it is a plain tensor: copied, saved and used as one."""
     models = [_shard_net(seeded(Net)), torch_fsdp2.fully_shard(seeded(Net))]
-    for model in models:
-        loss_of(model).backward()
-    norm, expected = (clip_grad_norm_(model.parameters(), 0.1) for model in models)
-    torch.testing.assert_close(norm.full_tensor(), expected.full_tensor())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    for step in range(3):
+        for model in models:
+            loss_of(model, step=step).backward()
+        norm, expected = (clip_grad_norm_(model.parameters(), 0.1) for model in models)
+        torch.testing.assert_close(norm.full_tensor(), expected.full_tensor())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(ours.full_tensor(), theirs.full_tensor())
     file = io.BytesIO()
     torch.save(norm, file)
     file.seek(0)
@@ -307,7 +315,8 @@ def _shard_net(model: nn.Module, **options: Any) -> Any:
 @distributed(2)
 def test_a_forward_ends_unshard() -> None:
     """The next forward frees what `unshard` gathered, by its policy; so does `reshard`."""
-    model = _shard_net(seeded(Net), reshard_after_forward=True)
+    twins = Twins(Net, _shard_net, reshard_after_forward=True)
+    model, optimizers = twins.sharded, twins.optimizers()
     (handle,) = get_handles(model.blocks[0])[:1]
     for is_async in (False, True):
         work = model.blocks[0].unshard(async_op=is_async)
@@ -315,6 +324,12 @@ def test_a_forward_ends_unshard() -> None:
         log = collectives_of(lambda: loss_of(model).backward())
         assert log.count("all_gather") == 2 * 4 - 1
         assert handle.full.state is FullState.FREED
+        twins.backward(twins.plain, loss_of(twins.plain))
+        twins.assert_equal_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.assert_equal_parameters()
     model.blocks[0].unshard()
     assert isinstance(model.blocks[0].up.weight @ torch.ones(15), Tensor)
     model.blocks[0].reshard()
@@ -360,33 +375,66 @@ def test_copies_pickles_and_slices() -> None:
     assert chain[0].weight is next(chain.parameters())
 
 
-@distributed(2)
-def test_all_reduce_hook_gets_the_mean() -> None:
-    """What the hook makes of the mean gradient is what `.grad` shows."""
-    model, plain = (_shard_net(seeded(Net)) for _ in range(2))
-    for module in model.modules():
+def _train_with_hook(twins: Twins, change: Callable[[Tensor], object]) -> None:
+    """Train three steps; the plain twin's mean gradients are changed as the hook changes ours."""
+    for module in twins.sharded.modules():
         if isinstance(module, fsdp2.FSDPModule):
-            module.set_all_reduce_hook(lambda gradient: gradient.clamp_(-1e-3, 1e-3))
-    for each in (model, plain):
-        loss_of(each).backward()
-    for ours, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(
-            ours.grad.to_local(), other.grad.to_local().clamp(-1e-3, 1e-3), rtol=1e-6, atol=0
-        )
+            module.set_all_reduce_hook(change)
+    optimizers = twins.optimizers()
+    for step in range(3):
+        for model in twins:
+            twins.backward(model, loss_of(model, step=step))
+        for param in twins.plain.parameters():
+            change(param.grad)
+        twins.assert_equal_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.assert_equal_parameters()
+
+
+@pytest.mark.parametrize("shape", [None, (2, 1)])
+@distributed(2)
+def test_all_reduce_hook_gets_the_mean(shape: tuple[int, int] | None) -> None:
+    """What it makes of the mean gradient is taken by each step; also where copies are reduced."""
+    mesh = None if shape is None else replica_mesh(*shape)
+    _train_with_hook(
+        Twins(Net, _shard_net, mesh=mesh), lambda gradient: gradient.clamp_(-1e-3, 1e-3)
+    )
+
+
+def _shard_child_and_nothing(model: nn.Module) -> None:
+    fsdp2.fully_shard(model[0])
+    fsdp2.fully_shard(model)
 
 
 @distributed(2)
-def test_all_reduce_hook_of_a_unit_without_parameters_and_of_one_rank() -> None:
-    """The first has nothing to reduce; what would never be called is refused."""
-    model: Any = fsdp2.fully_shard(nn.Sequential(fsdp2.fully_shard(nn.Linear(3, 5))))
-    for module in model.modules():
-        module.set_all_reduce_hook(lambda gradient: gradient.zero_())
-    model(torch.ones(2, 3)).sum().backward()
-    assert all(param.grad.full_tensor().eq(0).all() for param in model.parameters())
+def test_all_reduce_hook_of_a_unit_without_parameters() -> None:
+    """It has nothing to reduce; torchtitan sets the hook on all units."""
+    twins = Twins(lambda: nn.Sequential(nn.Linear(5, 3)), _shard_child_and_nothing)
+    assert isinstance(twins.sharded, fsdp2.FSDPModule)
+    _train_with_hook(twins, lambda gradient: gradient.mul_(0.5))
+
+
+@distributed(2)
+def test_all_reduce_hook_of_one_rank_is_refused() -> None:
+    """It would never be called; the remedy of the error keeps the copies equal."""
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))["shard"]
-    other: Any = fsdp2.fully_shard(nn.Linear(3, 5), mesh=alone)
-    with pytest.raises(NotImplementedError, match="would never be called"):
-        other.set_all_reduce_hook(lambda gradient: gradient.zero_())
+    twins = Twins(Net, _shard_net, mesh=alone)
+    with pytest.raises(NotImplementedError, match=r"would never be called.* reduce gradients afte"):
+        twins.sharded.set_all_reduce_hook(lambda gradient: gradient.zero_())
+    optimizers = twins.optimizers()
+    for step in range(3):
+        for model in twins:
+            twins.backward(model, loss_of(model, step=step))
+        for param in twins.sharded.parameters():
+            dist.all_reduce(param.grad.to_local())
+            param.grad.mul_(0.5)
+        twins.assert_equal_gradients()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        twins.assert_equal_parameters()
 
 
 @distributed(2)
@@ -515,15 +563,19 @@ def test_no_sync_is_a_method_too() -> None:
 
 @distributed(2)
 def test_placements_become_granularities() -> None:
-    """`Shard(0)` cuts between rows, other dims anywhere; a mesh for one parameter is refused."""
-    model = fsdp2.fully_shard(
-        nn.Linear(3, 5), shard_placement_fn=lambda param: Shard(0) if param.ndim == 2 else None
-    )
-    assert model.weight.to_local().numel() % 3 == 0
+    """`Shard(0)` cuts between rows, other dims anywhere; a mesh for one parameter is refused.
 
+    After what is refused the same model is sharded right, and trains.
+    """
+    twins = Twins(Net, lambda model: None)
     for dim in (2, -3):
         with pytest.raises(ValueError, match=r"returned Shard\(dim=-?\d\) for a parameter of sh"):
-            fsdp2.fully_shard(nn.Linear(3, 5), shard_placement_fn=lambda param, dim=dim: Shard(dim))
+            _shard_net(twins.sharded, shard_placement_fn=lambda param, dim=dim: Shard(dim))
+    _shard_net(
+        twins.sharded, shard_placement_fn=lambda param: Shard(0) if param.ndim == 2 else None
+    )
+    assert twins.sharded.inp.weight.to_local().numel() % 5 == 0
+    train_twins(twins)
 
     class Placed:
         placement, mesh_info = Shard(0), None

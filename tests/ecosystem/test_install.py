@@ -91,6 +91,7 @@ def test_accelerates_fsdp2_plugin_shards_by_this_library(
         with installed():
             accelerator = accelerate_with_fsdp2(precision, state, is_lazy)
             found, model = train_by_plugin(accelerator, tmp_path / "ours")
+            assert isinstance(model, torch.distributed.fsdp.FSDPModule)
         assert is_sharded(model)
         for one, other in zip(found, expected, strict=True):
             is_number = isinstance(other, float)
