@@ -169,8 +169,11 @@ def test_l_advice_fits_the_call() -> None:
 
 
 @distributed(2)
-def test_l_advice_about_saving_raises_before_a_shard_is_written() -> None:
-    """The way in which scripts of FSDP2 gather passes shards on: they are no DTensors."""
+def test_l_advice_about_saving_raises_before_a_shard_is_written(tmp_path: Path) -> None:
+    """The way in which scripts of FSDP2 gather passes shards on: they are no DTensors.
+
+    Torch opens a file before it pickles, so that an older one of its name is lost.
+    """
     values = {
         name: value.full_tensor() if isinstance(value, DTensor) else value
         for name, value in _encoder().state_dict().items()
@@ -180,11 +183,17 @@ def test_l_advice_about_saving_raises_before_a_shard_is_written() -> None:
         torch.save(values, file)
     with pytest.raises(RuntimeError, match=r"failed locating file data\.pkl"):
         torch.load(io.BytesIO(file.getvalue()))
+    path, new = (tmp_path / f"{name}_{dist.get_rank()}.pt" for name in ("model", "new"))
     whole = {name: value.full_tensor() for name, value in _encoder().state_dict().items()}
-    file = io.BytesIO()
-    torch.save(whole, file)
-    file.seek(0)
-    assert all(map(torch.equal, torch.load(file).values(), whole.values()))
+    for target, is_kept in ((new, True), (path, False)):
+        torch.save(whole, path)
+        with pytest.raises(RuntimeError, match="what it held is lost"):
+            torch.save(values, target)
+        if is_kept:
+            assert all(map(torch.equal, torch.load(path).values(), whole.values()))
+        else:
+            with pytest.raises(RuntimeError, match=r"failed locating file data\.pkl"):
+                torch.load(path)
 
 
 # Ways to hand weights on that would hand on those of this rank alone.

@@ -55,7 +55,7 @@ SAVE = (
     "For the whole model call get_model_state_dict(model, "
     "options=StateDictOptions(full_state_dict=True)) on all ranks, or get_optimizer_state_dict, "
     "and save what rank 0 gets; p.full_tensor() makes one shard whole, which is no DTensor. To "
-    "resume a run use save_checkpoint."
+    "resume a run use save_checkpoint. Torch has opened the file already: what it held is lost."
 )
 
 
