@@ -233,7 +233,7 @@ class ShownParams:
         """Return the name of the parameter that is shown in a slot."""
         for entry in self.entries:
             if any(container is other and key == name for other, name, _ in entry.slots):
-                return entry.label
+                return entry.label if len(entry.slots) == 1 else f"{entry.label}, or one tied to it"
         return key if self.flat is None else self.flat.label
 
     # Scopes

@@ -41,6 +41,7 @@ from tests.programs.models import (
     CheckpointsBlocks,
     FailingMode,
     Net,
+    Tied,
     assert_at_rest,
     assert_is_slice,
     make_net,
@@ -460,6 +461,16 @@ def test_replaced_parameter_is_refused_by_name_until_it_is_put_back() -> None:
         model.get_submodule(owner)._parameters[leaf] = param
     _forward_and_backward(model)
     assert_at_rest(model)
+
+
+@distributed(2)
+def test_a_tied_parameter_that_was_replaced_is_not_mistaken_for_the_other() -> None:
+    """Only the first of the tied ones has a name of its own."""
+    model = Tied()
+    fully_shard(model)
+    model.blocks[1].up.weight = nn.Parameter(torch.zeros(7, 15))
+    with pytest.raises(RuntimeError, match=r"'blocks.0.up.weight, or one tied to it' was replaced"):
+        _forward_and_backward(model)
 
 
 @distributed(2)
