@@ -412,6 +412,26 @@ def install() -> None:
     with suppress(ImportError):
         accelerates: Any = import_module("accelerate.utils.fsdp_utils")
         accelerates.fsdp2_load_full_state_dict = _load_full
+        accelerators: Any = import_module("accelerate.accelerator").Accelerator
+        accelerators._prepare_fsdp2 = _keeping_shards(accelerators._prepare_fsdp2)
+
+
+def _keeping_shards(prepare: Any) -> Any:
+    """Let accelerate prepare a model again, as a Trainer does that tries a smaller batch.
+
+    It finds parameters by address, and a shard has none: it would take all for the last one.
+    """
+
+    def prepare_again(accelerator: Any, *args: Any) -> Any:
+        groups = [group for each in args for group in getattr(each, "param_groups", ())]
+        kept = [[*group["params"]] for group in groups]
+        result = prepare(accelerator, *args)
+        for group, params in zip(groups, kept, strict=True):
+            if any(isinstance(param, FlatShard) for param in params):
+                group["params"] = params
+        return result
+
+    return prepare_again
 
 
 def _load_full(accelerator: Any, model: nn.Module, full_sd: dict[str, Any], **_: Any) -> nn.Module:

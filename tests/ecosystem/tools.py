@@ -170,10 +170,13 @@ def installed() -> Iterator[None]:
         for name, value in [*vars(module).items()]
         if id(value) in torchs
     ]
+    accelerators: Any = importlib.import_module("accelerate.accelerator").Accelerator
+    prepare = accelerators._prepare_fsdp2
     fsdp2.install()
     try:
         yield
     finally:
+        accelerators._prepare_fsdp2 = prepare
         for module, name, value in before:
             setattr(module, name, value)
 
