@@ -92,7 +92,7 @@ def test_seq2seq_trainer_generates(way: str, tmp_path: Path) -> None:
 
 
 @needs("accelerate", "transformers")
-@pytest.mark.parametrize("way", WAYS[:1])
+@pytest.mark.parametrize("way", WAYS)
 @distributed(2, timeout=110)
 def test_a_trainer_compiles(way: str, tmp_path: Path) -> None:
     """Losses of `torch_compile=True`; what is saved loads."""
@@ -143,7 +143,7 @@ def limit_batch(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
 
 
 @needs("accelerate", "transformers")
-@pytest.mark.parametrize("way", WAYS[:1])
+@pytest.mark.parametrize("way", WAYS)
 @distributed(2)
 def test_a_trainer_finds_its_batch_size(way: str, tmp_path: Path) -> None:
     """After steps that run out of memory in a layer, on all ranks; FSDP2 raises in accelerate."""
