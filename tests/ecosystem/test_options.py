@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +167,70 @@ def test_a_trainer_finds_its_batch_size(way: str, tmp_path: Path) -> None:
         assert is_sharded(trainer.model)
         for found in results[1:]:
             torch.testing.assert_close(found, results[0], rtol=0, atol=1e-5)
+
+
+# Where a layer runs out of memory: the calls of its forward that may, and whether its backward may.
+PLACES = {"forward": (0, False), "backward": (100, True), "third step": (2, False)}
+
+
+def run_out_of_memory(model: Any, place: str) -> None:
+    """Let a layer run out of memory where a batch has more than one sample."""
+    layer, (first, in_backward) = model.model.layers[1], PLACES[place]
+    numbers = count()
+
+    def limit_forward(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if next(numbers) >= first:
+            limit_batch(layer, args)
+
+    layer.register_forward_pre_hook(limit_forward)
+    if in_backward:
+        layer.register_full_backward_pre_hook(limit_batch)
+
+
+def make_check(batches: list[Tensor], checked: list[int]) -> Any:
+    """Return a callback that compares the gradients of each step with a plain model's."""
+    from transformers import TrainerCallback
+
+    class Check(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            plain = make_llama()
+            plain.load_state_dict(values_of(model))
+            everyone = [torch.empty_like(batches[-1]) for _ in range(dist.get_world_size())]
+            dist.all_gather(everyone, batches[-1])
+            for batch in everyone:
+                (plain(input_ids=batch, labels=batch).loss / len(everyone)).backward()
+            expected = {name: param.grad for name, param in plain.named_parameters()}
+            found = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+            checked.append(len(batches[-1]))
+
+    return Check()
+
+
+@needs("accelerate", "transformers")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+@distributed(2)
+def test_gradients_after_a_retry_are_a_plain_models(place: str, way: str, tmp_path: Path) -> None:
+    """After a layer ran out of memory on all ranks, where FSDP2 raises (see the test above)."""
+    from transformers import Trainer
+
+    batches: list[Tensor] = []
+    checked: list[int] = []
+    model = make_llama()
+    model.register_forward_pre_hook(
+        lambda model, args, kwargs: batches.append(kwargs["input_ids"]), with_kwargs=True
+    )
+    run_out_of_memory(model, place)
+    more = {"auto_find_batch_size": True, "eval_strategy": "no", "save_strategy": "no"}
+    more["max_grad_norm"] = 0.0  # gradients as they are reduced
+    with as_torchrun_starts():
+        for number, (kind, shard, options) in enumerate(sides(way, Trainer)):
+            if number == 0:  # the tool by itself
+                continue
+            callbacks = [make_check(batches, checked)]
+            trainer = train_with(
+                kind, shard(model), tmp_path, callbacks=callbacks, **options | more
+            )
+            assert is_sharded(trainer.model)
+    assert checked == ([2, 2] if place == "third step" else []) + [1] * 6
