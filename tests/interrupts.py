@@ -61,6 +61,8 @@ class Program:
     options: dict[str, Any] = field(default_factory=dict)
     microbatches: int = 1
     checkpoints: bool = False
+    changes_data: bool = False  # all parameters get other data before each step
+    is_new: bool = False  # the step is the first one of the model
     world_size: int = 2
     is_alike: bool = True  # all ranks run the same lines
 
@@ -76,6 +78,8 @@ PROGRAMS = {
     "bf16": Program({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float32)}),
     "owned": Program({"granularity": "param"}, is_alike=False),
     "one_rank": Program(microbatches=2, world_size=1),
+    "new_data": Program(changes_data=True),
+    "first_step": Program({"strategy": ShardingStrategy.SHARD_GRAD_OP}, is_new=True),
 }
 
 
@@ -165,6 +169,8 @@ class _InterruptedRun:
         """Take a step of the sharded model."""
         self.has_begun_to_step = False
         self.optimizers[self.sharded].zero_grad()
+        for param in self.sharded.parameters() if self.program.changes_data else ():
+            param.data = param.data.clone()
         self.accumulate(self.sharded, number)
         clip_grad_norm_(self.sharded.parameters(), 1e9)
         self.optimizers[self.sharded].step()
@@ -179,6 +185,8 @@ class _InterruptedRun:
 
     def interrupt(self, moment: int, path: Path) -> str:
         """Interrupt a step at a moment, and compare what comes after it; return the place."""
+        if self.program.is_new:
+            self.renew()
         interrupter, folder, before = Interrupter(moment), None, self._shards(self.sharded)
         try:
             with interrupter.watching():
@@ -208,6 +216,13 @@ class _InterruptedRun:
                 self.sharded(rank_input(3, DIM).to(self.dtype))
         self._compare(moment + 1, copies_before=moment % 2 == 1)
         return interrupter.place
+
+    def renew(self) -> None:
+        """Put a copy, which has had no forward, in the place of the sharded model."""
+        del self.optimizers[self.sharded]
+        self.sharded = copy.deepcopy(self.sharded)
+        self.optimizers[self.sharded] = torch.optim.SGD(self.sharded.parameters(), lr=0.05)
+        self.optimizers[self.sharded].register_step_pre_hook(self._note_step)
 
     def _shards(self, model: nn.Module) -> dict[str, Tensor]:
         if not self.saves:
@@ -282,6 +297,8 @@ _numbers = itertools.count()
 def count_lines(name: str) -> int:
     """Return how many lines of the package a step of a program runs."""
     run = _InterruptedRun(PROGRAMS[name])
+    if PROGRAMS[name].is_new:
+        run.renew()
     interrupter = Interrupter(0)
     with interrupter.watching():
         run.step(5)

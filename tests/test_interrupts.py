@@ -10,7 +10,7 @@ from tests.harness.helpers import run_ranks
 from tests.interrupts import PROGRAMS, count_lines, run_chunk
 
 NUM_MOMENTS = 24  # of a program
-SAMPLED = ("plain", "no_sync", "shards_optim", "checkpoint", "one_rank")
+SAMPLED = ("plain", "no_sync", "shards_optim", "checkpoint", "one_rank", "new_data", "first_step")
 
 
 @pytest.mark.parametrize("name", SAMPLED)

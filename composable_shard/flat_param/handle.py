@@ -19,7 +19,7 @@ from composable_shard.flat_param.entries import (
     set_requires_grad,
     zero_gaps,
 )
-from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE
+from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
 from composable_shard.flat_param.local_shard import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan, Precision
@@ -257,10 +257,11 @@ class FlatParamHandle(ShardedParams):
             on_gradient: Called as `on_gradient(handle, index)` when the full gradient of a
                 parameter has been accumulated, in the thread that runs the backward.
         """
-        self.on_gradient, self.is_attached = on_gradient, True
+        self.on_gradient = on_gradient
         # Inference tensors could never be trained, whatever context the first call runs in.
         with torch.inference_mode(False), torch.no_grad():
             self._build_unsharded_params()
+        self.is_attached = True  # last: an interrupt leaves it to `adopt_changes`
 
     def _build_unsharded_params(self) -> None:
         full = self.full
@@ -302,6 +303,8 @@ class FlatParamHandle(ShardedParams):
         Raises:
             RuntimeError: If the parameters now differ in dtype or device.
         """
+        if not self.is_attached and self.on_gradient is not None:
+            self._rebuild()  # an interrupt cut off the last one
         for each in self.shown.at_rest:
             if each.sharded._local is not each.shard_view:
                 self._rebuild()
@@ -354,26 +357,30 @@ class FlatParamHandle(ShardedParams):
         self.memory.check(self.shown.at_rest, self.name)
         self.initial.forget()
         # No reference to a slice: each is freed as soon as it has been copied.
+        self.is_attached = False
         with torch.inference_mode(False), torch.no_grad():
-            old = self.full
-            self.take_slices()
-            self.full.take_over(old)
-            if self.is_attached:
+            self.take_slices(self.full)
+            if self.on_gradient is not None:
                 self._build_unsharded_params()
         self.guard.note_attributes(True)
+        self.is_attached = self.on_gradient is not None  # last, as in `attach`
 
-    def take_slices(self) -> None:
-        """Copy the parameters shown at rest into a new flat shard; all become views of it."""
+    def take_slices(self, before: FullValues | None = None) -> None:
+        """Copy the parameters shown at rest into a new flat shard; all become views of it.
+
+        The new full values replace those `before`.
+        """
         at_rest, flat = self.shown.at_rest, self.shown.flat
         local = at_rest[0].sharded._local
-        self.shard, self.full = self.memory.allocate(
-            self.layout, self.guard, local.dtype, local.device
-        )
-        values = self.shard.values
+        shard, full = self.memory.allocate(self.layout, self.guard, local.dtype, local.device)
+        values = shard.values
         for each in at_rest:
             each.slice_of(values).copy_(each.sharded._local)
         # After to_empty() a flat parameter holds arbitrary values between the parameters.
         zero_gaps(values, self.layout, self.shard_group.rank)
+        if before is not None:
+            full.take_over(before)
+        self.shard, self.full = shard, full
         for each in self.entries if flat is None else [*self.entries, flat]:
             each.view_in(values, self.guard)
 
