@@ -184,11 +184,23 @@ def kill_and_restart(folder: Path, lighthouse: str, num_steps: int, num_kills: i
                 time.sleep(2 * draw.random())  # at any moment of a step
                 stop(groups[1])
                 num_left, num_rows = num_left - 1, len(rows_of(folder, 1))
+                wait_for_step_alone(folder, end)
                 groups[1] = start_group(folder, 1, lighthouse, num_steps)
     finally:
         for group in groups:
             stop(group)
     assert not num_left, f"{num_left} kills are left: {folder}"
+
+
+def wait_for_step_alone(folder: Path, end: float) -> None:
+    """Wait until the first group has taken a step without the second one, which was killed.
+
+    A group that comes back before torchft misses its heartbeat leaves no step to one group.
+    """
+    num_rows = len(rows_of(folder, 0))
+    while not any(row[1] and row[2] == 1 for row in rows_of(folder, 0)[num_rows:]):
+        assert time.monotonic() < end, f"the other group takes no step: {folder}"
+        time.sleep(0.05)
 
 
 def stop(group: list[Process]) -> None:
