@@ -153,13 +153,17 @@ def trainer_options(steps: int) -> dict[str, Any]:
     }
 
 
+def make_token_rows(steps: int) -> Tensor:
+    """Return token ids for all ranks' steps, a sample in each row."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(WORDS, (2 * steps * BATCH, LENGTH), generator=draw)
+
+
 def run_trainer(side: str, steps: int, folder: Path, clock: Clock) -> None:
     from transformers import Trainer, TrainingArguments  # noqa: PLC0415 -- only where it is run
 
     forget_accelerators()
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.randint(WORDS, (2 * steps * BATCH, LENGTH), generator=draw)
-    samples = [{"input_ids": row, "labels": row} for row in rows]
+    samples = [{"input_ids": row, "labels": row} for row in make_token_rows(steps)]
     arguments = TrainingArguments(str(folder), **trainer_options(steps))
     callbacks = [make_callback(clock)]
     Trainer(make_model(), arguments, train_dataset=samples, callbacks=callbacks).train()
@@ -170,14 +174,12 @@ def run_trl(side: str, steps: int, folder: Path, clock: Clock) -> None:
     from trl import SFTConfig, SFTTrainer  # noqa: PLC0415
 
     forget_accelerators()
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.randint(WORDS, (2 * steps * BATCH, LENGTH), generator=draw).tolist()
     plain = {"gradient_checkpointing": False, "bf16": False}  # not so by default
     arguments = SFTConfig(str(folder), **trainer_options(steps), **plain)
     SFTTrainer(
         model=make_model(),
         args=arguments,
-        train_dataset=Dataset.from_dict({"input_ids": rows}),
+        train_dataset=Dataset.from_dict({"input_ids": make_token_rows(steps).tolist()}),
         processing_class=make_tokenizer(),
         callbacks=[make_callback(clock)],
     ).train()
