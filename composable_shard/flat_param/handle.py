@@ -356,10 +356,9 @@ class FlatParamHandle(ShardedParams):
     def _rebuild(self) -> None:
         self.memory.check(self.shown.at_rest, self.name)
         self.initial.forget()
-        # No reference to a slice: each is freed as soon as it has been copied.
         self.is_attached = False
         with torch.inference_mode(False), torch.no_grad():
-            self.take_slices(self.full)
+            self.take_slices(self.full)  # each old slice is freed as its parameter leaves it
             if self.on_gradient is not None:
                 self._build_unsharded_params()
         self.guard.note_attributes(True)
