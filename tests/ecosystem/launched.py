@@ -1,4 +1,4 @@
-"""A script that `accelerate launch` starts: `main` calls `install()`, the rest is the tools'.
+"""A script that `accelerate launch` starts: it calls `install()`, and the rest is the tools'.
 
 accelerate launch --config_file FILE tests/ecosystem/launched.py FOLDER
 """
@@ -43,7 +43,7 @@ def loop(accelerator: Any, folder: Path) -> list[float]:
     return told
 
 
-def train(folder: Path) -> dict[str, Any]:
+def train_in_tools(folder: Path) -> dict[str, Any]:
     """Run a loop of accelerate and a Trainer that know nothing of the library; tell the losses."""
     from accelerate import Accelerator
     from transformers import Trainer
@@ -54,10 +54,10 @@ def train(folder: Path) -> dict[str, Any]:
         return told | logged(trainer) | {"class": type(trainer.model).__mro__[1].__module__}
 
 
-def main(folder: Path) -> None:
+def run_launched(folder: Path) -> None:
     """Train, and write what was told."""
     composable_shard.fsdp2.install()
-    told = train(folder)
+    told = train_in_tools(folder)
     if dist.get_rank() == 0:
         (folder / "told.json").write_text(json.dumps(told))
     dist.destroy_process_group()
@@ -65,4 +65,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # what the tools deprecate of each other
-    main(Path(sys.argv[1]))
+    run_launched(Path(sys.argv[1]))

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.ecosystem.launched import train
+from tests.ecosystem.launched import train_in_tools
 from tests.ecosystem.programs import as_torchrun_starts, needs
 from tests.ecosystem.tools import forget_accelerators
 from tests.harness.helpers import run_ranks
@@ -48,7 +48,7 @@ def train_by_settings(folder: Path) -> dict[str, Any]:
     """Do what the script does, by torch's FSDP2."""
     with as_torchrun_starts(), patch.dict(os.environ, SETTINGS):
         forget_accelerators()
-        return train(folder)
+        return train_in_tools(folder)
 
 
 @needs("accelerate", "transformers")
