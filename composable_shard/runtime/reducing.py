@@ -8,6 +8,7 @@ from composable_shard.comm import StepFacts
 from composable_shard.comm import note_setting as enter_setting
 from composable_shard.flat_param import ParamEntry
 from composable_shard.runtime.unit import ShardState, TreeContext
+from composable_shard.tensor import compared
 from composable_shard.torch_private import DisableTorchFunctionSubclass
 
 
@@ -44,6 +45,7 @@ def step_facts(context: TreeContext) -> StepFacts:
         if handle.shard_group.size == 1 or not handle.layout.owners:
             has_edits |= is_edited
             shown += handle.shown.at_rest
+    compared.number += 1
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
         has_gradients = any(each.sharded.grad is not None for each in shown)
     line = (

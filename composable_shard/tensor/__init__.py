@@ -51,4 +51,4 @@ from composable_shard.tensor.shard_spec import (
     flat_spec,
     user_attributes,
 )
-from composable_shard.tensor.write_guard import WriteGuard
+from composable_shard.tensor.write_guard import WriteGuard, compared

@@ -50,7 +50,7 @@ from composable_shard.tensor.reduction_rules import (
 )
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ParamLabel
-from composable_shard.tensor.write_guard import running
+from composable_shard.tensor.write_guard import compared, running
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     OpOverload,
@@ -138,21 +138,13 @@ class NeverStepped:
     shard_label: object
 
 
-class _CallArguments(dict[str, Any]):
-    """Keyword arguments of a step: only its frame holds them, so they end with it."""
-
-
-def _begin_step(
-    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    kwargs = _CallArguments(kwargs)
-    # No hook runs after a step that fails.
-    outer = running.steps
-    while outer and outer[-1][0]() is None:
+def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    reference, outer = weakref.ref(optimizer), running.steps
+    hash(reference)  # kept by it: a step that failed may be the last of its optimizer
+    while outer and outer[-1][1] != compared.number:
         outer = outer[:-1]
-    running.steps = (*outer, (weakref.ref(kwargs), weakref.ref(optimizer)))
+    running.steps = (*outer, (reference, compared.number))
     _note_owned_writes(optimizer)
-    return args, kwargs
 
 
 def _end_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from composable_shard.torch_private import current_backward_id
 _MAX_READS = 4  # noted copies; before a further one the oldest is waited for
 
 
-# A step: an object that is gone when the step has ended, even if it failed; and the optimizer.
-Step = tuple["weakref.ref[object]", "weakref.ref[Optimizer]"]
+# A step: the optimizer, and how many steps had been compared when it began.
+Step = tuple["weakref.ref[Optimizer]", int]
 
 
 class _Running(threading.local):
@@ -23,7 +23,18 @@ class _Running(threading.local):
     steps: tuple[Step, ...] = ()
 
 
+class _Compared:
+    """How many steps the ranks have compared.
+
+    No hook tells that a step has failed. So the backward that compares it ends it, on every rank
+    the same one: what its thread writes later are edits.
+    """
+
+    number = 0
+
+
 running = _Running()
+compared = _Compared()
 
 
 class WriteGuard:
@@ -105,10 +116,10 @@ class WriteGuard:
 
     def _note_writer(self, steps: tuple[Step, ...]) -> None:
         self._last_writer = steps
-        if not steps or steps[-1][0]() is None:  # after a step that failed
+        if not steps or steps[-1][1] != compared.number:
             self._has_edits = True
         else:
-            optimizer = steps[-1][1]
+            optimizer = steps[-1][0]
             self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
 
     def take_new(self) -> tuple[int, bool, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -40,16 +39,24 @@ class _FailingSGD(torch.optim.SGD):
         raise Planned
 
 
+@pytest.mark.parametrize("kept", ["optimizer", "error"])
 @distributed(2)
-def test_an_edit_after_a_step_that_failed_is_an_edit_on_all_ranks() -> None:
-    """Even if the optimizer of that step lives on one rank alone, as garbage may."""
+def test_an_edit_after_a_step_that_failed_is_an_edit_on_all_ranks(kept: str) -> None:
+    """Even if one rank alone keeps the optimizer of that step, or its error with the frames."""
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(4, 4))
+    model(rank_input(2, 4)).sum().backward()
     optimizer: Any = _FailingSGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    with suppress(Planned):
+    error: Planned | None = None
+    try:
         optimizer.step()
-    if dist.get_rank() == 1:
+    except Planned as caught:
+        error = caught
+    assert error is not None
+    if dist.get_rank() == 1 and kept == "optimizer":
         del optimizer
+    if dist.get_rank() == 1 or kept == "optimizer":
+        error = None
     for _ in range(2):
         with torch.no_grad():
             model.weight.mul_(1.0)
