@@ -29,7 +29,6 @@ from composable_shard.runtime.reducing import step_facts
 from composable_shard.runtime.reduction_queue import (
     CLOSED,
     EARLY,
-    ISSUED,
     LATE,
     OPEN,
     READY,
@@ -305,7 +304,7 @@ class BackwardPass:
             return []
         published = []
         for item, used in zip(items, flags.finish(), strict=True):
-            if item.is_agreed and item.stage is not ISSUED:
+            if item.is_agreed and item not in queue.issued:
                 continue  # no rank used the handle
             item.handle.grads.publish(list(map(bool, used)))
             published.append(item)

@@ -71,7 +71,7 @@ CLOSED = -2  # a position
 
 
 class Stage(Enum):
-    """How far the gradients of a handle are in a backward."""
+    """How far the gradients of a handle are since the backward opened it last."""
 
     # More may come.
     OPEN = auto()
@@ -174,7 +174,8 @@ class ReductionQueue:
     Attributes:
         items: The tree's handles, in the order of the units.
         agreed: Those that are reduced in the agreed order, in that order.
-        issued: Those whose reduction was issued and whose gradients are not published, in order.
+        issued: Those that this backward has reduced, the last one last; True: since autograd has
+            run all its nodes.
         accumulates: This rank accumulates gradients of parameters, or some rank is known to.
         is_sure: All ranks know that some rank accumulates gradients.
         asks_for_late: The flags at the end show handles whose gradients came after a reduction.
@@ -189,9 +190,7 @@ class ReductionQueue:
         self.agreed: list[Item] = []
         self._expected: list[Item] = []  # agreed, reduced by all ranks, and not issued yet
         self._over: dict[Item, None] = {}  # agreed, in the order in which this rank was ready
-        self.issued: dict[Item, None] = {}
-        self._in_flight: list[Item] = []  # reductions issued and not waited for
-        self._issued_last: set[Item] = set()  # since autograd has run all its nodes
+        self.issued: dict[Item, bool] = {}
         self._flagged: dict[Item, None] = {}  # with flags in flight
         self._final: list[Item] = []
         self.accumulates = self.is_sure = self.asks_for_late = self.is_ending = False
@@ -272,10 +271,10 @@ class ReductionQueue:
         """
         if not item.is_agreed:
             self.issue(item, is_early=is_early)
-        elif item.stage is ISSUED:
+        elif item in self.issued:
             # By the call that the backward reached before: the same on all ranks, unless asked for.
             # One that was issued since autograd ended had all its gradients then.
-            if not self.asks_for_late and item not in self._issued_last:
+            if not self.asks_for_late and not self.issued[item]:
                 self.issue(item)
         else:
             item.stage = READY
@@ -290,10 +289,10 @@ class ReductionQueue:
             item: The handle.
             is_reached: By an earlier call: the same on all ranks.
         """
-        if is_reached and item in self._in_flight:
+        if is_reached:
             # A late gradient waits for its last reduction, perhaps on this rank only: the second
             # stage must be issued before. [Note: Two stages]
-            self.advance()
+            item.handle.grads.advance()
         if not item.is_agreed and item.stage not in EARLY:
             item.stage = OPEN
 
@@ -316,6 +315,7 @@ class ReductionQueue:
         """
         # One reduction in flight: ending the last one here bounds the buffers to two units.
         self.advance()
+        self.issued.pop(item, None)
         context, handle = self._context, item.handle
         # Packing in place overwrote the values.
         keeps = not handle.grads.is_in_place if is_early else item.keeps_values
@@ -326,19 +326,16 @@ class ReductionQueue:
             is_deferred=item.is_deferred,
         )
         item.stage = ISSUED
-        self._in_flight.append(item)
-        self.issued[item] = None
-        if self.is_ending:
-            self._issued_last.add(item)
+        self.issued[item] = self.is_ending
         if is_early and not keeps:
             release_after_backward(handle)
         if self._final:
             self.deliver()
 
     def advance(self) -> None:
-        """Wait until the reduction in flight, if any, no longer needs its buffers."""
-        while self._in_flight:
-            self._in_flight.pop(0).handle.grads.advance()
+        """Wait until the last reduction, if it is in flight, no longer needs its buffers."""
+        if self.issued:
+            next(reversed(self.issued)).handle.grads.advance()
 
     # Gradients that are published before the backward ends
 
@@ -411,7 +408,6 @@ class ReductionQueue:
             # Allow writes from here on: this backward no longer needs the parameters.
             handle.guard.set_in_backward(False)
             item.stage, item.num_writes = DELIVERED, handle.guard.num_writes
-            del self.issued[item]
             self.run_hooks(item)
 
     def run_hooks(self, item: Item) -> None:
@@ -468,5 +464,5 @@ class ReductionQueue:
         if self.agreed and order is not None:
             order.note_used([item.handle for item, _ in found if item.is_agreed])
         for item, used in found:
-            if LATE in used or (item.is_agreed and item.stage is not ISSUED):
+            if LATE in used or (item.is_agreed and item not in self.issued):
                 self.issue(item)
