@@ -15,7 +15,7 @@ from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.gathers import gather_in_backward
 from composable_shard.runtime.open_graphs import UnitCall
 from composable_shard.runtime.reduction_queue import CLOSED, DELIVERED, Item
-from composable_shard.runtime.unit import ShardState, TrainingState, num_calls
+from composable_shard.runtime.unit import ShardState, TrainingState, process_calls
 from composable_shard.torch_private import current_backward_id
 
 _num_writes: Callable[[FlatParamHandle], int] = attrgetter("guard.num_writes")
@@ -90,7 +90,7 @@ class CallReached:
 def runs_alone(state: ShardState) -> bool:
     """Return whether no other unit ran in the last call of one with buckets, [Note: Buckets]."""
     last = state.last_call
-    has_units_inside = num_calls[0] != last.count
+    has_units_inside = process_calls.num_begun != last.count
     return state.has_buckets and not has_units_inside and not last.is_checkpointed
 
 

@@ -34,7 +34,7 @@ from composable_shard.runtime.unit import (
     ShardState,
     TrainingState,
     TreeContext,
-    num_calls,
+    process_calls,
 )
 from composable_shard.torch_private import (
     are_transforms_active,
@@ -128,13 +128,13 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> F
 
 def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
     """Note which calls of units a backward may reach, and in which order they began."""
-    num_calls[0] += 1
+    process_calls.num_begun += 1
     graphs = context.graphs
     if torch.is_grad_enabled():
         earliest = 0 if graphs.spans_calls else graphs.start
         if graphs.first_calls.get(state.ref, -1) < earliest:
             graphs.first_calls[state.ref] = graphs.num_calls
-        state.last_call = last_call = UnitCall(graphs.num_calls, num_calls[0])
+        state.last_call = last_call = UnitCall(graphs.num_calls, process_calls.num_begun)
         graphs.num_calls += 1
         call.innermost = CallReached(state, last_call, call.innermost)
         top, known = top_saved_tensors_hooks(False), state.known_forwards

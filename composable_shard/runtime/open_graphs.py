@@ -22,7 +22,7 @@ class UnitCall:
 
     Attributes:
         number: Its number among the calls of all units of the tree.
-        count: Number of calls of units, of all trees, when it began.
+        count: Number of calls of units that had begun in this process, with its own.
         sequence_nr: Number of the next autograd node when it began.
         end: Number of the first call that began after it had ended; -1 while it runs.
         is_checkpointed: Non-reentrant checkpointing may run the call again.

@@ -382,5 +382,11 @@ class TreeContext:
         return any(handle.full.serves_graphs for handle in self.live_handles())
 
 
-num_calls = [0]  # calls of units begun in this process; counts all trees, as one may call another
+class _ProcessCalls:
+    """How many calls of units have begun in this process: of all trees, as one may call another."""
+
+    num_begun = 0
+
+
+process_calls = _ProcessCalls()
 trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # all trees of this process
