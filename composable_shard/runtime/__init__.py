@@ -20,8 +20,8 @@ from composable_shard.runtime.initialization import (
     place_buffers,
     watch_meta_buffers,
 )
+from composable_shard.runtime.lockstep import note_setting
 from composable_shard.runtime.membership import join_owners, share_context
-from composable_shard.runtime.reducing import note_setting
 from composable_shard.runtime.tree import (
     ModuleTree,
     attach_state,

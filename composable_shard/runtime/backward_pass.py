@@ -25,7 +25,7 @@ from composable_shard.flat_param import (
 )
 from composable_shard.runtime.aborted import drop_aborted, note_abort
 from composable_shard.runtime.gathers import release_after_backward, return_to_idle
-from composable_shard.runtime.reducing import step_facts
+from composable_shard.runtime.lockstep import step_facts
 from composable_shard.runtime.reduction_queue import (
     CLOSED,
     EARLY,

@@ -1,4 +1,4 @@
-"""Facts about settings and steps that the ranks compare."""
+"""What the ranks compare so that they stay in step: settings, and facts of each step."""
 
 from __future__ import annotations
 
