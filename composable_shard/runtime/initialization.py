@@ -275,6 +275,7 @@ def describe_options(state: ShardState) -> str:
         "no_gradient_sync": not state.settings.requires_gradient_sync,
         "no_all_reduce": not state.settings.requires_all_reduce,
         "is_not_last_backward": not state.settings.is_last_backward,
+        "no_unshard_in_backward": not state.settings.unshard_in_backward,
         "forward_prefetch": _names_of(state, state.settings.forward_prefetch),
         "backward_prefetch": _names_of(state, state.settings.backward_prefetch),
     }

@@ -31,6 +31,7 @@ from composable_shard import (
     set_requires_gradient_sync,
     set_reshard_after_backward,
     set_reshard_after_forward,
+    set_unshard_in_backward,
 )
 from composable_shard.comm import ReductionStage
 from tests.harness.helpers import distributed
@@ -95,6 +96,7 @@ AFTER: dict[str, Change] = {
     "divide factor": lambda net: set_gradient_divide_factor(net, 3.0),
     "reshard after forward": lambda net: set_reshard_after_forward(net.blocks[0], False),
     "reshard after backward": lambda net: set_reshard_after_backward(net, False),
+    "unshard in backward": lambda net: set_unshard_in_backward(net.blocks[0], False),
     "gradient sync": lambda net: set_requires_gradient_sync(net.blocks[1], False),
     "all-reduce": lambda net: set_requires_all_reduce(net, False),
     "last backward": lambda net: set_is_last_backward(net, False),
