@@ -67,17 +67,17 @@ class GradPieces:
 
 
 def wrap_all(
-    locals_: Sequence[Tensor | None], specs: Sequence[ShardSpec]
+    locals_: Sequence[Tensor | None], entries: Sequence[ParamEntry]
 ) -> list[FlatShard | None]:
-    """Return shards of these specs; None for no tensor, and for a parameter of another owner.
+    """Return tensors as shards; None for no tensor, and for a parameter of another owner.
 
     Like `wrap`, but for tensors of one dtype and device, which saves calls.
     """
     first = next((each for each in locals_ if each is not None), None)
     kind = () if first is None else (first.dtype, torch.strided, first.device)
     shards: list[FlatShard | None] = []
-    for local, spec in zip(locals_, specs, strict=True):
-        shard = None
+    for local, entry in zip(locals_, entries, strict=True):
+        spec, shard = entry.spec, None
         if local is not None and not spec.is_owned_by_other_rank:
             shard = make_wrapper(FlatShard, spec.shape, spec.wrapper_stride, None, None, *kind)
             shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}

@@ -433,7 +433,7 @@ class FlatGradients:
         if pieces is None and reduced is not None:
             pieces = self.pieces.split(reduced)
         if pieces is not None:
-            set_gradients(at_rest, wrap_all(pieces, [each.spec for each in at_rest]), used)
+            set_gradients(at_rest, wrap_all(pieces, at_rest), used)
         if self.has_graph:
             self.has_graph = False
             refuse_graphs([each.sharded for each in at_rest], used)
