@@ -73,9 +73,11 @@ class CallReached:
         backward.reach(state, self.call.number, self.call.end)
         if state.has_buckets:
             backward.queue.open_window(state, self.call.number, runs_alone=self.runs_alone)
-        # The owner of borrowed handles may have ended since, and freed them.
-        has_borrowed = all([handle.shown.is_unsharded for handle in state.borrowed])
-        if state.training_state is TrainingState.PRE_BACKWARD and has_borrowed:
+        if state.training_state is TrainingState.PRE_BACKWARD and all(
+            # The owner of borrowed handles may have ended since, and freed them.
+            handle.shown.is_unsharded
+            for handle in state.borrowed
+        ):
             return
         if sum(map(_num_writes, state.needed)) != self._num_writes:
             names = [str(entry.label) for handle in state.needed for entry in handle.entries]

@@ -26,6 +26,7 @@ from composable_shard.flat_param import (
 from composable_shard.runtime.aborted import drop_aborted, note_abort
 from composable_shard.runtime.gathers import release_after_backward, return_to_idle
 from composable_shard.runtime.lockstep import step_facts
+from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.reduction_queue import (
     CLOSED,
     EARLY,
@@ -78,8 +79,8 @@ class BackwardPass:
         self._ask_engine()
         context.backward, context.graphs.last_backward_id = self, self.graph_task_id
         graphs = context.graphs
-        armed = [state for ref in reversed(graphs.armed) if (state := ref()) is not None]
-        self.following = {state.ref: after.ref for state, after in pairwise(armed)}
+        armed = alive(reversed(graphs.armed))
+        self.following = dict(pairwise(reversed(graphs.armed)))
         self.states = context.live_states()
         for state in self.states:
             for handle in state.handles:
@@ -230,7 +231,7 @@ class BackwardPass:
                 for item in items
             ],
             highest=LATE if asks else 1,
-            facts=step_facts(context),
+            facts=step_facts(queue.items),
             proposal=queue.propose() if queue.agreed else None,
         )
         context.flag_reductions.append(flags)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from composable_shard.comm import StepFacts
+from composable_shard.comm import ShardGroup, StepFacts
 from composable_shard.comm import note_setting as enter_setting
-from composable_shard.flat_param import ParamEntry
-from composable_shard.runtime.unit import ShardState, TreeContext
+from composable_shard.flat_param import FlatParamHandle, ParamEntry
+from composable_shard.runtime.unit import ShardState
 from composable_shard.tensor import compared
 from composable_shard.torch_private import DisableTorchFunctionSubclass
 
@@ -27,7 +27,7 @@ def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
         enter_setting(text, [each for one in groups for each in (one.group, *one.joint_groups)])
 
 
-def step_facts(context: TreeContext) -> StepFacts:
+def step_facts(handles: Collection[FlatParamHandle]) -> StepFacts:
     """Return what the program did to parameters since the last backward, for the ranks to compare.
 
     How often an optimizer has stepped, the one that has most, for a rank may have none for some
@@ -35,9 +35,10 @@ def step_facts(context: TreeContext) -> StepFacts:
     whole; whether there are gradients of earlier backwards. Of parameters that one rank owns steps
     alone count: only the owner edits, and has gradients.
     """
-    handles = [handle for state in context.live_states() for handle in state.handles]
     num_steps, num_whole, has_edits, shown = 0, 0, False, list[ParamEntry]()
+    numbers: list[tuple[ShardGroup, int]] = []
     for handle in handles:
+        numbers.append((handle.shard_group, handle.label.first_call))
         most, is_edited, num_new = handle.guard.take_new()
         num_steps = max(num_steps, most)
         if handle.shard_group.size == 1:
@@ -54,4 +55,4 @@ def step_facts(context: TreeContext) -> StepFacts:
         f"{f', {num_whole} writes,' if num_whole else ','} and with "
         f"{'' if has_gradients else 'no '}gradients of earlier ones"
     )
-    return StepFacts(line, [(handle.shard_group, handle.label.first_call) for handle in handles])
+    return StepFacts(line, numbers)

@@ -202,17 +202,21 @@ class ReductionQueue:
 
         Issues one all-reduce of a byte for each process group that has buckets, [Note: Buckets].
         """
-        context = self._context
-        self.items = {handle: Item(state, handle) for state in states for handle in state.handles}
-        reduced = [item for item in self.items.values() if item.is_reduced]
-        buckets = [item for item in reduced if item.state.has_buckets]
+        context, buckets = self._context, list[Item]()
+        for state in states:
+            for handle in state.handles:
+                item = self.items[handle] = Item(state, handle)
+                # Without new gradients too waiting ones are reduced: of all handles, or of none.
+                self.accumulates = (
+                    self.accumulates
+                    or handle.will_get_gradient()
+                    or (item.is_reduced and needs_reduction(handle))
+                )
+                if state.has_buckets and item.is_reduced:
+                    buckets.append(item)
         self.asks_for_late = context.graphs.has_regions or bool(buckets)
         if context.reduction_order is not None:
             self._arrange(states)
-        # A backward without new gradients also reduces waiting ones: of all handles, or of none.
-        self.accumulates = any(handle.will_get_gradient() for handle in self.items) or any(
-            needs_reduction(item.handle) for item in reduced
-        )
         if buckets:
             self._agree_to_reduce([item.handle for item in buckets if not item.is_agreed])
 

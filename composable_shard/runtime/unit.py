@@ -24,7 +24,7 @@ from composable_shard.flat_param import (
 )
 from composable_shard.options import ReshardAfterForward, UnitOptions
 from composable_shard.runtime.casts import BufferBroadcast
-from composable_shard.runtime.open_graphs import OpenGraphs, UnitCall
+from composable_shard.runtime.open_graphs import OpenGraphs, UnitCall, alive
 from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.saved_values import KnownForwards
 from composable_shard.torch_private import backward_hooks_of
@@ -176,8 +176,7 @@ class ShardState:
 
     def in_tree(self, chosen: Sequence[StateRef]) -> list[ShardState]:
         """Return those of some units that are in this one's tree; others may be gone on a rank."""
-        units = [unit for ref in chosen if (unit := ref()) is not None]
-        return [unit for unit in units if unit.context is self.context]
+        return [unit for unit in alive(chosen) if unit.context is self.context]
 
     def leave_out(self, ignored: list[Slot]) -> None:
         """Note the places of parameters of its modules that were left out on purpose."""
@@ -365,12 +364,11 @@ class TreeContext:
 
     def watched_modules(self) -> list[nn.Module]:
         """Return the modules in which a call looks for new contents and for units taken out."""
-        refs = dict.fromkeys([*self.around, *self.modules])
-        return [module for ref in refs if (module := ref()) is not None]
+        return alive(dict.fromkeys([*self.around, *self.modules]))
 
     def live_states(self) -> list[ShardState]:
         """Return the units that still exist."""
-        return [state for ref in self.states if (state := ref()) is not None]
+        return alive(self.states)
 
     def live_handles(self) -> list[FlatParamHandle]:
         """Return the handles of the units that still exist."""

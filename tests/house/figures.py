@@ -100,10 +100,9 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 20_117,
-    "lines of all": 29_622,
+    "lines of the core": 20_114,
+    "lines of all": 29_619,
     "quick start: statements": 4_060,
-    "warm step: functions": 195,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name
