@@ -43,7 +43,6 @@ from composable_shard.tensor.reduction_rules import (
     max_over,
     option,
     reduction_groups,
-    shaped,
     shard_of,
     sum_over,
     wide,
@@ -181,14 +180,13 @@ def _exact(device: torch.device) -> torch.dtype:
 
 
 def _norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
+    shard = shard_of(func, args)
     name = "ord" if func is aten.linalg_vector_norm.default else "p"
     order = option(func, args, kwargs, name)
     order = 2.0 if order is None else float(order)
-    if order <= 0:
+    if order <= 0 or option(func, args, kwargs, "dim") or option(func, args, kwargs, "keepdim"):
         raise unsupported(func, args)  # can't be computed from the slices' norms: gathered
-    norm = norms_of([shard], order, kwargs.get("dtype"))[0]
-    return shaped(shard, norm, option(func, args, kwargs, "keepdim"))
+    return norms_of([shard], order, kwargs.get("dtype"))[0]
 
 
 class WholeNorm(Tensor):

@@ -13,8 +13,8 @@ shard, mostly empty, of a parameter that one rank owns: its reduction is a colle
 other. Its gradient exists only on the owner, which would get a value that the others lack: the
 reduction raises, except inside an optimizer's step, which runs on the owner alone.
 
-Sums and norms reduce the slices. Any other reduction (over some dims, a mean, a maximum, the order
-of elements) runs on whole tensors, [Note: Gathered operands].
+Sums and norms reduce the slices. Any other reduction (over listed dims, a mean, a maximum, the
+order of elements) runs on whole tensors, [Note: Gathered operands].
 """
 
 from __future__ import annotations
@@ -86,15 +86,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in HALF else dtype
 
 
-def shard_of(func: OpOverload, args: tuple[Any, ...], dims: Any = None) -> FlatShard:
-    """Return the operand of a reduction over all dims; raise if `dims` leaves some out."""
+def shard_of(func: OpOverload, args: tuple[Any, ...]) -> FlatShard:
+    """Return the operand of a reduction to one value."""
     shard = args[0]
     if not isinstance(shard, FlatShard) or is_alone(shard._shard_spec):
         raise unsupported(func, args)
-    if dims is not None and shard.dim():
-        listed = [dims] if isinstance(dims, int) else list(dims)
-        if listed and {dim % shard.dim() for dim in listed} != set(range(shard.dim())):
-            raise unsupported(func, args)
     if shard._shard_spec.owner is not None:
         if is_in_step():
             raise unsupported(func, args)  # runs on the whole tensor, on its owner alone
@@ -131,16 +127,11 @@ def option(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name
     return None
 
 
-def shaped(shard: FlatShard, value: Tensor, keepdim: Any) -> Tensor:
-    """Return a result as an op with `keepdim` does."""
-    return value.reshape((1,) * shard.dim()) if keepdim else value.reshape(())
-
-
 def _sum(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    shard = shard_of(func, args, option(func, args, kwargs, "dim"))
+    shard = shard_of(func, args)
     dtype = kwargs.get("dtype") or (shard.dtype if is_inexact(shard.dtype) else torch.int64)
     total = sum_over(shard._local.sum(dtype=wide(dtype)), reduction_groups(shard._shard_spec))
-    return shaped(shard, total.to(dtype), option(func, args, kwargs, "keepdim"))
+    return total.to(dtype)
 
 
 def is_inexact(dtype: torch.dtype) -> bool:
@@ -154,7 +145,6 @@ def _item(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 RULES: dict[OpOverload, Rule] = {
     aten.sum.default: _sum,
-    aten.sum.dim_IntList: _sum,
     aten._local_scalar_dense.default: _item,
 }
 
