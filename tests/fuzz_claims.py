@@ -43,11 +43,11 @@ from composable_shard import (
     unshard,
 )
 from tests.harness.helpers import Planned, RankError, run_ranks, shut_down_workers
+from tests.harness.poison import poisoned
 from tests.interrupts import Interrupter, OutOfStepError, are_all_at, without_lost_interrupts
 from tests.programs.claims import (
     assert_close,
     is_refused,
-    poisoned,
     unsharded_gradients,
     unsharded_values,
 )

@@ -52,7 +52,7 @@ from composable_shard.comm.order import (
 )
 from composable_shard.comm.step_digest import FlagReduction, Proposal, StepFacts
 from composable_shard.comm.trace import count_collectives, log_events
-from composable_shard.comm.watch import explained, fail
+from composable_shard.comm.watch import fail
 from composable_shard.torch_private import resolve_group
 
 __all__ = [

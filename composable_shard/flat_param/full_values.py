@@ -56,7 +56,7 @@ from composable_shard.comm import (
 )
 from composable_shard.flat_param.entries import zero_padding
 from composable_shard.flat_param.local_shard import LocalShard
-from composable_shard.flat_param.storage import Poison, PoisonedGather, alloc_storage, free_storage
+from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.unsharded import UnshardedParams
 from composable_shard.tensor import UnitLabel
 from composable_shard.torch_private import set_versions
@@ -203,11 +203,7 @@ class FullValues:
         try:
             self.move(GATHERING)
             is_plain = streams is None and self.is_sharded
-            gather = self._start(when) if is_plain else self._issue(streams, when)
-            if Poison.is_on and gather is not None:
-                group = self.shard.shard_group.group
-                gather = PoisonedGather(gather, self.output, self.own_part, group)
-            self._gather = gather
+            self._gather = self._start(when) if is_plain else self._issue(streams, when)
         except BaseException:
             self._give_up(None, streams)
             raise

@@ -1,4 +1,4 @@
-"""Storages of buffers: allocated, freed, and filled with NaN where tests ask for it.
+"""Storages of buffers: allocated and freed.
 
 [Note: Storage and autograd]
 The unsharded buffer and the reduce buffer are allocated once and keep their identity; only their
@@ -11,59 +11,14 @@ for backward does not look like an in-place change of what forward saved.
 
 from __future__ import annotations
 
-import math
-import os
-
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from composable_shard.comm import (
-    Waitable,
-    explained,
-)
 from composable_shard.torch_private import allow_reads, refuse_reads, storage_of
 
 _IS_FREED = (
     "a view of full parameters is read after the unit has freed them. Keep a copy instead "
     "(`view.clone()`), or call unshard(module) before."
 )
-
-
-class Poison:
-    """Fills memory that must not be read with NaN: freed, just allocated, or in flight.
-
-    Tests switch it on, with COMPOSABLE_SHARD_POISON=1 or `is_on`. A read without a claim then gives
-    the same wrong numbers each time, and not by chance the right ones. Gathers block.
-    """
-
-    is_on = os.environ.get("COMPOSABLE_SHARD_POISON", "0") == "1"
-
-    @staticmethod
-    def fill(tensor: Tensor) -> None:
-        """Fill a tensor of floating point or complex numbers with NaN, seen by no version."""
-        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            with torch.no_grad():
-                tensor.data.fill_(math.nan)
-
-
-class PoisonedGather:
-    """A gather whose values are hidden until the wait, except this rank's part."""
-
-    def __init__(
-        self, gather: Waitable, output: Tensor, own_part: Tensor, group: dist.ProcessGroup
-    ) -> None:
-        with explained(group):
-            gather.wait()
-        self._output, self._values = output, output.clone()
-        # The own part, perhaps the shard itself, keeps its values: an interrupt would lose them.
-        start = own_part.storage_offset() - output.storage_offset()
-        Poison.fill(output[:start])
-        Poison.fill(output[start + own_part.numel() :])
-
-    def wait(self) -> None:
-        """Write the values where they belong."""
-        self._output.copy_(self._values)
 
 
 def alloc_storage(tensor: Tensor) -> None:
@@ -73,8 +28,6 @@ def alloc_storage(tensor: Tensor) -> None:
         if allow_reads is not None:
             allow_reads(storage_of(tensor))
         storage.resize_(nbytes)
-        if Poison.is_on:
-            Poison.fill(tensor)
 
 
 def free_storage(tensor: Tensor, *, refuses_reads: bool = False) -> None:
@@ -85,8 +38,6 @@ def free_storage(tensor: Tensor, *, refuses_reads: bool = False) -> None:
     """
     storage = tensor.untyped_storage()
     if storage.nbytes() != 0 and storage.resizable():
-        if Poison.is_on:
-            Poison.fill(tensor)
         storage.resize_(0)
         if refuses_reads and refuse_reads is not None and allow_reads is not None:
             refuse_reads(storage_of(tensor), _IS_FREED)

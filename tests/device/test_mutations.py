@@ -73,7 +73,6 @@ UNFOUND = {
     "FlatReduction.drop: collectives": _NO_STREAMS,
     "FullValues._give_up": "an error or interrupt while a gather is issued, at a chosen line alone",
     "FullValues.free": _NO_STREAMS,
-    "PoisonedGather": "tests' own switch, under which gathers block",
     "LocalShard.write_slice": "a scope has waited, by copies that block (test_offload.py)",
     "FullValues.gather: self.wait()": "without it the state refuses: GATHERING to GATHERING",
     "FullValues.gather: self.wait() (2)": "graphs of gradients keep values; no stream is concerned",

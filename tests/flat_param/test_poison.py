@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from composable_shard import ShardingStrategy, get_handles, reshard, unshard
-from tests.harness.helpers import assert_equal, distributed
-from tests.programs.claims import poisoned
+from composable_shard.flat_param import gradients
+from tests.harness.helpers import assert_equal, distributed, run_processes
+from tests.harness.poison import SWITCH, poisoned
 from tests.programs.models import rank_input, shard_root, square_mean
 
 
@@ -50,3 +52,15 @@ def test_poison_leaves_this_ranks_part_of_a_kept_buffer() -> None:
         handle.unshard()
         assert_equal(handle.local_shard, expected)
         handle.full.wait()
+
+
+def _memory_is_nan() -> bool:
+    tensor = torch.zeros(3)
+    tensor.untyped_storage().resize_(0)
+    gradients.alloc_storage(tensor)
+    return bool(tensor.isnan().all())
+
+
+def test_the_switch_poisons_what_workers_do() -> None:
+    """`make test-poison` sets it."""
+    assert run_processes([{SWITCH: "1"}, {SWITCH: "0"}], _memory_is_nan) == [True, False]

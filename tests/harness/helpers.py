@@ -32,7 +32,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing import Pipe
@@ -51,6 +51,7 @@ from tests import device as accelerator
 from tests.device import build
 from tests.harness import fork_server
 from tests.harness.fork_server import ForkServer
+from tests.harness.poison import SWITCH, poisoned
 
 GROUP_TIMEOUT_S = 20  # a collective that some rank does not join raises after this long
 START_TIMEOUT_S = 90  # importing torch in every worker of a busy machine
@@ -559,7 +560,8 @@ def _answer(call: _Call, config: pytest.Config) -> bytes:
             torch.manual_seed(0)
             random.seed(0)
             args, kwargs = pickle.loads(call.payload)
-            with _undoing((*args, *kwargs.values())), _late_streams(call.device_mode):
+            poison = poisoned() if os.environ.get(SWITCH) == "1" else nullcontext()
+            with poison, _undoing((*args, *kwargs.values())), _late_streams(call.device_mode):
                 value = _resolve(call.module, call.qualname)(*args, **kwargs)
             unraisable.check()
             return pickle.dumps(_Answer(value=value))

@@ -33,6 +33,7 @@ from composable_shard import (
 from composable_shard.tensor import kind_of
 from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.poison import poisoned
 from tests.programs import claims
 from tests.programs.models import (
     Net,
@@ -96,7 +97,7 @@ def _assert_like_plain(
     shard(sharded, **options)
     pairs = [(plain, lambda _: nullcontext()), (sharded, keeps)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, foreach=foreach) for m, _ in pairs]
-    with claims.poisoned():
+    with poisoned():
         for step in range(steps):
             for (model, keep), optimizer in zip(pairs, optimizers, strict=True):
                 script(model, optimizer, keep, step)

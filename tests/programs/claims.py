@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from operator import or_
 from typing import Any
 
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, no_sync, unshard_params
 from composable_shard.flat_param import LOCKED
-from composable_shard.flat_param.storage import Poison
 from tests.harness.helpers import RankError, assert_within, run_ranks
+from tests.harness.poison import poisoned
 from tests.programs.models import average_gradients, shard_children
 
 Program = Callable[[nn.Module, int], None]  # of a model and the number of a microbatch
@@ -74,16 +74,6 @@ def _in_turn(test: Any, *names: str) -> Any:
         for number, strategy in enumerate(ShardingStrategy)
     ]
     return pytest.mark.parametrize(names, rows)(test)
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """Fill memory that nobody may read with NaN inside the block."""
-    before, Poison.is_on = Poison.is_on, True
-    try:
-        yield
-    finally:
-        Poison.is_on = before
 
 
 def unsharded_gradients(model: nn.Module) -> dict[str, Tensor | None]:

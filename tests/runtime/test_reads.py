@@ -25,6 +25,7 @@ from composable_shard.runtime.saved_values import KnownForwards, SavedValues
 from composable_shard.torch_private import top_saved_tensors_hooks
 from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.poison import poisoned
 from tests.programs import claims
 from tests.programs.models import Layer, rank_input, shard_children, shard_layers, shard_root
 
@@ -577,7 +578,7 @@ def test_a_gradient_where_freed_values_were_is_no_view_of_them() -> None:
 
 
 @distributed(2)
-@claims.poisoned()
+@poisoned()
 def test_graph_of_weights_that_a_step_changed_is_refused() -> None:
     """C1: as in a plain model; also where full values are never freed, and nobody is told."""
     for strategy in ShardingStrategy:

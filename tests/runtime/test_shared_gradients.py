@@ -27,7 +27,8 @@ from composable_shard import (
     set_gradient_divide_factor,
 )
 from tests.harness.helpers import assert_equal, distributed
-from tests.programs.claims import assert_close, poisoned, unsharded_gradients
+from tests.harness.poison import poisoned
+from tests.programs.claims import assert_close, unsharded_gradients
 from tests.programs.models import shard_children, shard_root
 
 STRATEGIES = list(ShardingStrategy)

@@ -16,6 +16,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from composable_shard import ShardingStrategy, get_handles, reshard
 from tests.harness.helpers import distributed
+from tests.harness.poison import poisoned
 from tests.programs import claims
 from tests.programs.models import Layer, rank_input, shard_children, square_mean
 
@@ -108,7 +109,7 @@ def test_c15_evaluation_through_transforms(
         plain = _make_tanh_layers().double()
         model = copy.deepcopy(plain)
         shard_children(model, strategy=strategy, use_orig_params=use_orig_params)
-        with claims.poisoned(), torch.no_grad():
+        with poisoned(), torch.no_grad():
             for number in range(2):
                 x = _inputs(number)
                 claims.assert_close(transform(model, x), transform(plain, x), "result")
