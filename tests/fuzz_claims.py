@@ -674,7 +674,8 @@ class _Trainee:
             self.model.to(torch.float32).to(torch.float64)
         is_partial = has_names and form in ("freeze", "unfreeze", "mul", "data")
         named = self.model.named_parameters()
-        params = [param for name, param in named if not name.startswith("outer.")]  # no unit's
+        # Those of units: `outer` has none, and `fresh` came after it and stays frozen.
+        params = [p for name, p in named if not name.startswith("outer.") and "fresh" not in name]
         for param in params[:: 2 if is_partial else 1]:
             match form:
                 case "freeze" | "unfreeze" if has_names:
