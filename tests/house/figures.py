@@ -120,10 +120,11 @@ class House:
 def count_house() -> House:
     """Read the package, and run the programs."""
     steps = count_steps()
-    source = measure_source(warm=steps["warm"])
+    tree = Tree(_ROOT)
+    source = measure_source(tree, steps["warm"])
     quick = steps["quick start"]
     figures = {
-        "quick start: statements": _statements(quick),
+        "quick start: statements": _statements(quick, tree),
         "quick start: functions": len(quick),
         "warm step: functions": len(steps["warm"]),
         "FSDP2's warm step: functions": len(steps["fsdp2"]),
@@ -131,15 +132,14 @@ def count_house() -> House:
     return House(source.figures | figures, source.details)
 
 
-def measure_source(root: Path = _ROOT, *, warm: Entered | None = None) -> House:
-    """Read the package in a folder."""
-    tree = Tree(root)
+def measure_source(tree: Tree, warm: Entered) -> House:
+    """Read a package, of which a warm step enters some functions."""
     lines = {source.path: source.num_lines for source in tree.sources.values()}
     longest = max(lines, key=lambda path: lines[path])
     reads = tree.reading(STACK_READS)
     found = {
         "stack reads": reads,
-        "stack reads in a warm step": _within(reads, tree, warm or set()),
+        "stack reads in a warm step": _within(reads, tree, warm),
         "looks into a frame": tree.reading(FRAME_READS),
         "reference counts": tree.reading(REFERENCE_COUNTS),
         "upward imports": tree.upward_imports(PACKAGES),
@@ -176,10 +176,10 @@ def _within(places: Sequence[str], tree: Tree, entered: Entered) -> list[str]:
     return found
 
 
-def _statements(entered: Entered) -> int:
+def _statements(entered: Entered, tree: Tree) -> int:
     return sum(
         sum(map(num_statements, node.body))
-        for path, line, node in Tree(_ROOT).functions()
+        for path, line, node in tree.functions()
         if (path, node.name, line) in entered
     )
 

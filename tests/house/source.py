@@ -56,6 +56,11 @@ class Source:
         """The parsed text."""
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree; to find them takes longer than what most figures do with them."""
+        return list(ast.walk(self.tree))
+
 
 @dataclass(eq=False)
 class Class:
@@ -123,7 +128,7 @@ class Tree:
     def _read_imports(self, module: str) -> dict[str, tuple[str, str | None]]:
         """Return what each imported name of the tree stands for: a module, or a name in one."""
         found: dict[str, tuple[str, str | None]] = {}
-        for node in ast.walk(self.sources[module].tree):
+        for node in self.sources[module].nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     if alias.name in self.sources:
@@ -197,8 +202,8 @@ class Tree:
                 owners.setdefault(name, set()).add(each.source.package)
         found = []
         for source in self.sources.values():
-            no_bases = {"self", "cls", "ctx", *_imported_names(source.tree)}
-            for node in ast.walk(source.tree):
+            no_bases = {"self", "cls", "ctx", *_imported_names(source)}
+            for node in source.nodes:
                 name = node.attr if isinstance(node, ast.Attribute) else ""
                 packages = owners.get(name, set()) if name not in _FOREIGN else set()
                 if not packages or height(source.package) >= min(map(height, packages)):
@@ -213,7 +218,7 @@ class Tree:
     def _read_classes(self) -> dict[tuple[str, str], Class]:
         classes: dict[tuple[str, str], Class] = {}
         for source in self.sources.values():
-            for node in ast.walk(source.tree):
+            for node in source.nodes:
                 if isinstance(node, ast.ClassDef):
                     classes[source.module, node.name] = _read_class(source, node)
         for (module, _), each in classes.items():
@@ -269,7 +274,7 @@ class Tree:
         """Return with which classes of the tree variables of each name are annotated."""
         found: dict[str, list[Class]] = {}
         for source in self.sources.values():
-            for node in ast.walk(source.tree):
+            for node in source.nodes:
                 if isinstance(node, ast.arg):
                     name = node.arg
                 elif isinstance(node, ast.AnnAssign):
@@ -299,14 +304,14 @@ class Tree:
         return [
             f"{source.path}:{line} {name}"
             for source in self.sources.values()
-            for line, name in _names(source.tree)
+            for line, name in _names(source)
             if name in names
         ]
 
     def functions(self) -> Iterator[tuple[str, int, _Function]]:
         """Yield each function, inner ones too, with its path and the line of its code object."""
         for source in self.sources.values():
-            for node in ast.walk(source.tree):
+            for node in source.nodes:
                 if isinstance(node, _Function):
                     lines = [each.lineno for each in (node, *node.decorator_list)]
                     yield source.path, min(lines), node
@@ -314,8 +319,8 @@ class Tree:
 
 def read_names(source: Source) -> set[str]:
     """Return the names that a file reads, imports, or spells in strings."""
-    found = {name for _, name in _names(source.tree)}
-    for node in ast.walk(source.tree):
+    found = {name for _, name in _names(source)}
+    for node in source.nodes:
         if isinstance(node, ast.ImportFrom):
             found |= {each.name for each in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -353,14 +358,14 @@ def _heights(order: Sequence[str]) -> Callable[[str], int]:
     return lambda package: height.get(package, len(order))
 
 
-def _imported_names(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _imported_names(source: Source) -> Iterator[str]:
+    for node in source.nodes:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
 
 
-def _names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def _names(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes:
         if isinstance(node, ast.Attribute):
             yield node.lineno, node.attr
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):

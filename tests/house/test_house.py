@@ -187,8 +187,8 @@ def test_stack_reads_and_reference_counts_are_found_by_name(tmp_path: Path) -> N
         def far():
             return [map(sys.getrefcount, []), traceback.extract_stack()]
         """
-    _tree(tmp_path, low__reads=reads)
-    found = house.measure_source(tmp_path / "house", warm={("low/reads.py", "near", 3)}).details
+    tree = _tree(tmp_path, low__reads=reads)
+    found = house.measure_source(tree, {("low/reads.py", "near", 3)}).details
     assert found["stack reads"] == ["low/reads.py:4 _getframe", "low/reads.py:6 extract_stack"]
     assert found["stack reads in a warm step"] == ["low/reads.py:4 _getframe"]
     assert found["reference counts"] == ["low/reads.py:6 getrefcount"]
