@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +20,7 @@ from tests.device.running import on_device
 from tests.device.test_waits import POLICIES
 from tests.programs.models import Net, shard_blocks
 
-_WARM = 12  # steps until no identities are exchanged any more before collectives
+_WARM = 9  # steps until no identities are exchanged any more before collectives
 _STEPS = 3
 
 Step = Callable[[nn.Module, Tensor], Tensor]
@@ -105,38 +106,38 @@ def _unlike_the_page(name: str, model: nn.Module, step: Step) -> list[str]:
 
 def _policies_unlike_the_page(policies: Iterable[str], **given: Any) -> list[str]:
     wrong = []
-    for strategy in ShardingStrategy:
-        given["strategy"] = strategy
-        for policy in policies:
-            model = shard_net(**given, **POLICIES[policy])
-            wrong += _unlike_the_page(f"{strategy} {policy}", model, _clipped_step(model))
-        model, scaler = shard_net(**given), ShardedGradScaler(device.NAME, init_scale=8.0)
-        step = _clipped_step(model, scaler=scaler)
-        wrong += _unlike_the_page(f"{strategy} scaler", model, step)
+    for policy in policies:
+        model = shard_net(**given, **POLICIES[policy])
+        wrong += _unlike_the_page(policy, model, _clipped_step(model))
+    model, scaler = shard_net(**given), ShardedGradScaler(device.NAME, init_scale=8.0)
+    wrong += _unlike_the_page("scaler", model, _clipped_step(model, scaler=scaler))
     return wrong
 
 
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @on_device(num_ranks=2)
-def test_a_warm_step_waits_for_nothing_that_the_page_does_not_name() -> None:
-    """Under each strategy and policy, with clipping and a scaler; as long as the device keeps up.
+def test_a_warm_step_waits_for_nothing_that_the_page_does_not_name(
+    strategy: ShardingStrategy,
+) -> None:
+    """Under each policy, with clipping and a scaler; as long as the device keeps up.
 
     It may be two steps behind: the host reads then what the ranks have compared.
     """
-    wrong = _policies_unlike_the_page(POLICIES)
-    for strategy in ShardingStrategy:
-        model = shard_net(strategy=strategy)
-        wrong += _unlike_the_page(f"{strategy} hooks", model, _steps_in_backward(model))
-        model = _WithUnusedLayer().to(device.NAME)
-        shard_blocks(model, strategy=strategy)
-        wrong += _unlike_the_page(f"{strategy} unused", model, _clipped_step(model))
+    wrong = _policies_unlike_the_page(POLICIES, strategy=strategy)
+    model = shard_net(strategy=strategy)
+    wrong += _unlike_the_page("hooks", model, _steps_in_backward(model))
+    model = _WithUnusedLayer().to(device.NAME)
+    shard_blocks(model, strategy=strategy)
+    wrong += _unlike_the_page("unused", model, _clipped_step(model))
     assert wrong == []
 
 
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @on_device(num_ranks=4)
-def test_neither_does_one_over_replicas() -> None:
+def test_neither_does_one_over_replicas(strategy: ShardingStrategy) -> None:
     """With two stages of reductions."""
     mesh = init_device_mesh(device.NAME, (2, 2), mesh_dim_names=("replicate", "shard"))
-    assert _policies_unlike_the_page(["same"], mesh=mesh) == []
+    assert _policies_unlike_the_page(["same"], mesh=mesh, strategy=strategy) == []
 
 
 def test_nothing_is_told_to_the_allocator() -> None:
