@@ -69,6 +69,7 @@ SLOW_FILES = (
 LONG_TESTS = frozenset(
     {
         "test_kills_between_file_operations_and_at_random_moments",
+        "test_each_wait_is_found",
         "test_a_tensor_parallel_script_trains_alike_by_its_import_line",
         "test_the_host_waits_where_the_device_is_more_than_two_steps_behind",
         "test_killed_parent_leaves_no_process",
