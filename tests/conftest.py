@@ -181,19 +181,21 @@ def _turn_of(item: pytest.Item) -> int:
 def _with_two_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     """Keep of a grid that runs on ranks what lets each value meet two of each other parameter's.
 
-    One of them in `.ci/run`, which must end in time. But all of the claims: a program may go wrong
-    under one strategy alone.
+    All cases of the claims: a program may go wrong under one strategy alone. `.ci/run`, which must
+    end in time, keeps one of each, and two of the claims' values.
     """
-    num_met = 1 if os.environ.get("CI") else 2
+    is_ci = bool(os.environ.get("CI"))
     grids: dict[object, dict[tuple[object, ...], list[pytest.Function]]] = {}
     for item in items:
-        is_claim = CLAIM.match(item.name)
-        if isinstance(item, pytest.Function) and hasattr(item.obj, "rank_body") and not is_claim:
+        is_kept = CLAIM.match(item.name) and not is_ci
+        if isinstance(item, pytest.Function) and hasattr(item.obj, "rank_body") and not is_kept:
             case = tuple(_values_of(item).items())
             grids.setdefault(item.obj, {}).setdefault(case, []).append(item)
     left_out: set[pytest.Item] = set()
-    for grid in grids.values():
+    for test, grid in grids.items():
         cases = list(grid)
+        is_claim = CLAIM.match(test.__name__)
+        num_met = 1 if is_ci and not is_claim else 2
         if len(cases[0]) > 1:
             kept = {cases[index] for index in two_of_each([dict(case) for case in cases], num_met)}
             left_out.update(item for case in grid if case not in kept for item in grid[case])
