@@ -15,6 +15,7 @@ from typing import TextIO
 import pytest
 import torch
 
+from composable_shard import ShardingStrategy
 from tests.harness import helpers
 from tests.harness.fake_group import fake_group
 from tests.harness.pairs import GridRows, two_of_each
@@ -97,6 +98,7 @@ LONG_FILES = frozenset(
         "test_tutorials",
     }
 )
+OPPOSITE = (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)
 BACKSTOP_S = 30.0  # after the deadline: for a test that is stuck where no signal handler runs
 
 _stderr = pytest.StashKey[TextIO]()
@@ -137,7 +139,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("all_cases"):
         if os.environ.get("CI"):
             items[:] = [item for item in items if not _is_long(item)]
-        items[:] = _with_modes_in_turn(_with_one_size_each(_with_two_of_each(items)))
+        items[:] = _with_two_of_each(items)
+        if os.environ.get("CI"):
+            items[:] = _with_opposite_strategies(items)
+        items[:] = _with_modes_in_turn(_with_one_size_each(items))
     num_tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (_turn_of(item), -num_tests[item.path]))
     if not torch.cuda.is_available():
@@ -199,6 +204,28 @@ def _with_two_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
         if len(cases[0]) > 1:
             kept = {cases[index] for index in two_of_each([dict(case) for case in cases], num_met)}
             left_out.update(item for case in grid if case not in kept for item in grid[case])
+    return [item for item in items if item not in left_out]
+
+
+def _with_opposite_strategies(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Keep of tests on ranks over the strategies alone the two that differ in each of their facts.
+
+    Code reads the facts and compares no strategies: each fact meets the test with both its values.
+    Grids and claims run under the others.
+    """
+    grids: dict[object, list[pytest.Function]] = {}
+    for item in items:
+        is_claim = CLAIM.match(item.name) or item.path.stem == "test_strategies"
+        if isinstance(item, pytest.Function) and hasattr(item.obj, "rank_body") and not is_claim:
+            grids.setdefault(item.obj, []).append(item)
+    left_out: set[pytest.Item] = set()
+    for grid in grids.values():
+        cases = [item.callspec.params for item in grid if hasattr(item, "callspec")]
+        names = {name for case in cases for name in case} - {"world_size", "device_mode"}
+        values = [case.get("strategy") for case in cases]
+        if names == {"strategy"} and all(each in values for each in ShardingStrategy):
+            others = [item for item in grid if item.callspec.params["strategy"] not in OPPOSITE]
+            left_out.update(others)
     return [item for item in items if item not in left_out]
 
 
