@@ -48,6 +48,7 @@ from tests.harness.helpers import assert_equal, distributed
 from tests.programs.models import FULL, Net, Twins, loss_of, shard_blocks
 
 WHOLE = advice.WHOLE_NEEDED
+GRADIENT = advice.GRADIENTS
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 
 
@@ -101,6 +102,11 @@ def _mask_gradient(model: nn.Module) -> None:
     model.head.weight.grad.mul_(torch.ones(4, 8))
 
 
+def _join_gradients(model: nn.Module) -> None:
+    model(X).sum().backward()
+    torch.cat([model.head.weight.grad.view(-1), model.head.bias.grad])
+
+
 # By call: the program, the type of the error, what it says to do, and the parameter it names.
 CALLS: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "layer": (lambda: _encoder().head(torch.ones(2, 8)), RuntimeError, WHOLE, "head.weight"),
@@ -111,9 +117,10 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
     "weight": (lambda: torch.ones(2, 8) @ _param().t(), RuntimeError, WHOLE, "head.weight"),
     "rows": (lambda: list(_param()), RuntimeError, WHOLE, "head.weight"),
     "DDP": (lambda: DistributedDataParallel(_encoder()), RuntimeError, WHOLE, "table.weight"),
-    "LBFGS": (lambda: _step_with(torch.optim.LBFGS), RuntimeError, WHOLE, "head.weight"),
-    "Adafactor": (lambda: _step_with(torch.optim.Adafactor), RuntimeError, WHOLE, "head.weight"),
-    "Muon": (lambda: _step_with(torch.optim.Muon), RuntimeError, WHOLE, "head.weight"),
+    "LBFGS": (lambda: _step_with(torch.optim.LBFGS), RuntimeError, GRADIENT, "head.weight"),
+    "Adafactor": (lambda: _step_with(torch.optim.Adafactor), RuntimeError, GRADIENT, "head.weight"),
+    "Muon": (lambda: _step_with(torch.optim.Muon), RuntimeError, GRADIENT, "head.weight"),
+    "gradients": (lambda: _join_gradients(_encoder()), RuntimeError, GRADIENT, "head.weight"),
     "mask": (lambda: _mask_gradient(_encoder()), RuntimeError, advice.FULL_SIZE, "head.weight"),
     "plain model": (
         lambda: _Encoder().load_state_dict(_encoder().state_dict()),

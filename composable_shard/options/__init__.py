@@ -6,6 +6,7 @@ Read `unit_options` first, then `strategies`: what each strategy keeps, frees an
 from composable_shard.options.advice import (
     AT_REST,
     FULL_SIZE,
+    GRADIENTS,
     HIDDEN,
     INTO_PLAIN,
     PLACEMENTS,

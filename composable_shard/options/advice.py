@@ -17,10 +17,19 @@ _IN_TRAINING = (
     "To train through it call unshard(model, recurse=True) before it, and "
     "reshard(model, recurse=True) after the backward."
 )
+_WHOLE_MATRICES = (
+    'An optimizer of whole matrices needs granularity="param", or '
+    "strategy=ShardingStrategy.NO_SHARD."
+)
 WHOLE_NEEDED = (
-    f"{_IN_UNIT} take p.full_tensor(), which has no graph, on all ranks. {_IN_TRAINING} An "
-    'optimizer of whole matrices needs granularity="param", or strategy=ShardingStrategy.NO_SHARD. '
-    "A sharded model needs no DistributedDataParallel around it. More calls: "
+    f"{_IN_UNIT} take p.full_tensor(), which has no graph, on all ranks. {_IN_TRAINING} "
+    f"{_WHOLE_MATRICES} A sharded model needs no DistributedDataParallel around it. More calls: "
+    "docs/troubleshooting.md."
+)
+GRADIENTS = (
+    "Elementwise ops, norms and sums of a gradient, or of an optimizer's state, run on shards. For "
+    "other ops take g.full_tensor() of each on all ranks, or read and edit whole gradients inside "
+    f"unshard_params(module, with_grads=True). {_WHOLE_MATRICES} More calls: "
     "docs/troubleshooting.md."
 )
 AT_REST = (

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.layout import Region, whole
-from composable_shard.options import FULL_SIZE, INTO_PLAIN
-from composable_shard.tensor.flat_shard import FlatShard
+from composable_shard.options import FULL_SIZE, GRADIENTS, INTO_PLAIN, WHOLE_NEEDED
+from composable_shard.tensor.flat_shard import FlatShard, is_trainable
 from composable_shard.tensor.rule_table import NeedsWhole
 from composable_shard.tensor.shard_spec import ShardSpec, local_box
 from composable_shard.torch_private import (
@@ -88,9 +88,13 @@ def _specs(args: Iterable[Any]) -> list[ShardSpec]:
 def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
     """Return the error for an op that has no meaning on one rank's slice."""
     args = list(args)
+    shards = [item for item in _tensors(args) if isinstance(item, FlatShard)]
+    has_param = any(item._guard is not None or is_trainable(item) for item in shards)
+    what, remedy = ("parameter", WHOLE_NEEDED) if has_param else ("tensor", GRADIENTS)
     return owner_error(func, _specs(args)) or NeedsWhole(
-        f"{func.overloadpacket} can't run on a sharded parameter, of which each rank holds only a "
-        f"flat range: got {describe_operands(args)}."
+        f"{func.overloadpacket} can't run on a sharded {what}, of which each rank holds only a "
+        f"flat range: got {describe_operands(args)}.",
+        remedy,
     )
 
 

@@ -415,9 +415,7 @@ def _refusal(name: str) -> str:
     return str(caught.value)
 
 
-HINT = (
-    " can't run on a sharded parameter, of which each rank holds only a flat range: got 'weight' "
-)
+HINT = " can't run on a sharded tensor, of which each rank holds only a flat range: got 'weight' "
 
 
 @pytest.mark.parametrize(
