@@ -30,6 +30,7 @@ def _run_refused(program: str, words: str) -> None:
     optimizer.zero_grad()
     names = {name: getattr(composable_shard, name) for name in composable_shard.__all__}
     names |= {"model": model, "layer": model[0], "weight": model[0].weight, "x": x}
+    names["optimizer"] = optimizer
     names |= {"torch": torch, "nn": nn, "file": io.BytesIO()}
 
     def closure() -> torch.Tensor:

@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from composable_shard.comm import has_failed
 from composable_shard.flat_param import forget_pending
@@ -20,6 +21,7 @@ from composable_shard.runtime.gathers import return_to_idle
 from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.saved_values import warn_of_late_read
 from composable_shard.runtime.unit import IDLE, TreeContext, trees
+from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import current_backward_id
 
 
@@ -51,28 +53,60 @@ def note_unreached_call(context: TreeContext) -> None:
     """
     graphs = context.graphs
     graphs.most_open = graphs.num_open
-    number, last = _next_backward_id(), graphs.probed_backward_id
+    number, last = next_backward_id(), graphs.probed_backward_id
     graphs.probed_backward_id = number
     others = [tree.graphs for tree in trees if tree is not context]
     is_of_others = any(max(o.last_backward_id, o.probed_backward_id) > last for o in others)
     if any(state.known_forwards.refuses_hooks for state in context.live_states()):
         return  # a transform in a forward may have taken the number
     if not is_of_others and graphs.num_open > 1 and graphs.last_backward_id < last < number - 1:
-        names = [state.name for state in alive(graphs.armed)]
-        warnings.warn(
-            f"a backward has run since the last forward of units {names}, and reached none of "
-            "them: they have no gradients from it. If it raised an error, that is why. If it was "
-            "backward(inputs=...) with sharded parameters, leave inputs out, or call unshard("
-            "module) before the forward and pass the parameters that the module shows then.",
-            stacklevel=2,
-        )
+        warnings.warn(_unreached(context), stacklevel=2)
 
 
-def _next_backward_id() -> int:
+def check_step(optimizer: Optimizer) -> None:
+    """Check, before a step that has no gradient at all, that no backward has missed its parameters.
+
+    All numbers that backwards have taken must be known: of those that reached a tree, and of the
+    empty one at the first forward. Transforms, and backwards inside backwards, take further ones.
+
+    Raises:
+        RuntimeError: If outputs wait for a backward, and one has run that reached no unit.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(param.grad is not None for param in params):  # ends at the first
+        return
+    guards = {param._guard for param in params if isinstance(param, FlatShard)}
+    known = max(max(t.graphs.last_backward_id, t.graphs.probed_backward_id) for t in trees)
+    states = [state for tree in trees for state in tree.live_states()]
+    takes_more = any(state.known_forwards.refuses_hooks for state in states)
+    if takes_more or any(tree.graphs.has_regions for tree in trees):
+        return
+    for tree in trees:
+        is_stepped = any(h.guard in guards and h.requires_grad for h in tree.live_handles())
+        if not (tree.graphs.armed and is_stepped):
+            continue
+        number = next_backward_id()
+        if number > known + 1:
+            raise RuntimeError(f"the step of an optimizer found no gradient: {_unreached(tree)}")
+        known = tree.graphs.last_backward_id = number
+
+
+def _unreached(context: TreeContext) -> str:
+    names = [state.name for state in alive(context.graphs.armed)]
+    return (
+        f"a backward has run since the last forward of units {names}, and reached none of them: "
+        "they have no gradients from it. If it raised an error, that is why. If it was backward("
+        "inputs=...) or torch.autograd.grad(...) with sharded parameters, leave inputs out, or "
+        "call unshard(module) before the forward and pass the parameters that the module shows "
+        "then. If it was of another model, leave out the step of this one."
+    )
+
+
+def next_backward_id() -> int:
     """Run an empty backward and return its number; the next backward gets the number after it."""
     found: list[int] = []
-    with torch.enable_grad():
-        leaf = torch.zeros((), requires_grad=True)
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
         leaf.register_hook(lambda _: found.append(current_backward_id()))
         leaf.backward()
     return found[0]

@@ -48,7 +48,8 @@ class OpenGraphs(Generic[Unit]):
         armed: Units whose outputs wait for a backward, in the order of their last forward.
         may_recompute: Units whose forward may run again in a nested backward (reentrant
             checkpoints); `has_regions`: such units have existed.
-        last_backward_id: Number of the last backward; `probed_backward_id`: of the last empty one.
+        last_backward_id: Number of the last known backward; `probed_backward_id`: of the last
+            empty one.
     """
 
     def __init__(self) -> None:

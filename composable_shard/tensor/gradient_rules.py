@@ -20,7 +20,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -80,6 +80,9 @@ class _StepHooks:
 
     def __init__(self) -> None:
         self._hooks: list[Any] = []
+        self.trees: Iterable[Any] = ()  # until the first lazy init
+        self.waits: Callable[[Any], Any] = bool
+        self.check: Callable[[Optimizer], Any] = bool
         self.num_handles = self.num_owned = 0
 
     def keep_for(self, handle: ShardedParams) -> None:
@@ -90,6 +93,15 @@ class _StepHooks:
         self.num_handles += 1
         self.num_owned += _has_owned(handle)
         weakref.finalize(handle, self._release, _has_owned(handle)).atexit = False
+
+    def check_steps(
+        self, trees: Iterable[Any], waits: Callable[[Any], Any], check: Callable[[Optimizer], None]
+    ) -> None:
+        """Run a check before each step, if outputs of a tree wait for a backward.
+
+        Also after a step that may have run a closure.
+        """
+        self.trees, self.waits, self.check = trees, waits, check
 
     def _release(self, has_owned: bool) -> None:
         self.num_handles -= 1
@@ -138,6 +150,8 @@ class NeverStepped:
 
 
 def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if any(map(step_hooks.waits, step_hooks.trees)):  # no function of Python runs for it
+        step_hooks.check(optimizer)
     reference, outer = weakref.ref(optimizer), running.steps
     hash(reference)  # kept by it: a step that failed may be the last of its optimizer
     while outer and outer[-1][1] != compared.number:
@@ -150,6 +164,8 @@ def _end_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any
     if step_hooks.num_owned:
         _note_owned_writes(optimizer)
     running.steps = running.steps[:-1]
+    if (len(args) > 1 or kwargs) and any(map(step_hooks.waits, step_hooks.trees)):
+        step_hooks.check(optimizer)
 
 
 def _note_owned_writes(optimizer: Optimizer) -> None:
