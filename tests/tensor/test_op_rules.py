@@ -155,6 +155,9 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
         [p.detach()], [torch.ones(7, 15)]
     ),
     "p.masked_fill_(mask, 1)": lambda p: p.detach().masked_fill_(torch.ones(15).bool(), 1.0),
+    "p.log_normal_()": lambda p: p.detach().log_normal_(),
+    "p.cauchy_()": lambda p: p.detach().cauchy_(),
+    "p.geometric_(0.5)": lambda p: p.detach().geometric_(0.5),
     "torch.stack([p, p])": lambda p: torch.stack([p, p]),
     "torch.cat([p, p])": lambda p: torch.cat([p, p]),
     "parameters_to_vector([p])": lambda p: nn.utils.parameters_to_vector([p]),
