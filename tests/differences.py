@@ -47,7 +47,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -569,6 +569,7 @@ def _act(run: Run, name: str, *, is_plain: bool = False) -> None:
     act(run)
 
 
+@cache  # the same under each strategy
 def _plain_values(name: str, warm_up: int) -> list[Tensor] | None:
     """Return the weights after all steps of plain models whose gradients are averaged."""
     if not DIFFERENCES[name].is_plain:
