@@ -296,7 +296,8 @@ class _Answer:
 
 
 _BOOTSTRAP = f"""\
-import json, sys
+import gc, json, sys
+gc.disable()  # until all is imported: a sixth of the time
 spec = json.loads(sys.argv[1])
 sys.path[:] = spec["path"]
 from {__name__} import _server_main
@@ -535,6 +536,7 @@ class _ServePlugin:
         gc.collect()
         gc.freeze()  # or every full collection in a fork would go through, and copy, all of torch
         gc.set_threshold(10_000, 20, 20)  # tests that count what is freed collect by themselves
+        gc.enable()
         connection = Connection(fork_server.serve(socket.socket(fileno=self._spec["fd"])))
         _die_with_parent(server)
         if self._spec["coverage"]:
