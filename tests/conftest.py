@@ -75,6 +75,7 @@ LONG_TESTS = frozenset(
         "test_the_host_waits_where_the_device_is_more_than_two_steps_behind",
         "test_killed_parent_leaves_no_process",
         "test_language_model_ends_cleanly_at_ctrl_c",
+        "test_int8_wire_trains_as_well",
         "test_a_step_takes_little_more_than_its_bound",
         "test_levels_are_those_of_the_formulas_and_below_fsdp2",
         "test_steps_with_replicas_have_no_races",
