@@ -608,19 +608,23 @@ class _Trainee:
                 param.grad = grad
 
     def interrupt(self, moment: int) -> None:
-        """Interrupt the sharded model; all gradients are dropped after it."""
-        interrupter = Interrupter(moment)
+        """Interrupt the sharded model; all gradients are dropped after it.
+
+        If only some ranks are interrupted, at these lines, any error of the others is right.
+        """
+        interrupter, error = Interrupter(moment), None
         if self.is_sharded:
             try:
                 with interrupter.watching():
                     self.loss(Micro(loss="main")).backward()
             except KeyboardInterrupt:
                 torch.set_grad_enabled(True)  # Python leaves no `with` between body and exit
-            except RuntimeError as error:  # the other rank was interrupted at fewer lines
-                if interrupter.place or "not all ranks came" not in str(error):
-                    raise
+            except RuntimeError as raised:
+                error = raised
             if not are_all_at(interrupter.place):
-                raise OutOfStepError(interrupter.place)
+                raise OutOfStepError(interrupter.place) from error
+            if error is not None:
+                raise error
         else:
             self.number += 1
 
@@ -689,11 +693,11 @@ class _Trainee:
                     param.data.copy_(param.detach() + 0.125)
 
 
-def run_case(seed: int, features: set[str]) -> str:
+def run_case(seed: int, features: set[str]) -> None:
     """Run the case of a seed on both models and compare after each step, on every rank.
 
-    Returns:
-        "right", or "apart" where ranks were interrupted at different lines: nothing is known then.
+    Raises:
+        OutOfStepError: Ranks were interrupted at different lines: nothing is known then.
     """
     case = draw(seed, features)
     try:
@@ -706,12 +710,9 @@ def run_case(seed: int, features: set[str]) -> str:
                 # No unit sees that gradients reach such an output, so it fails before the first.
                 warnings.filterwarnings("ignore", "a backward has run since the last forward")
             _run_beside_plain(case)
-    except OutOfStepError:
-        return "apart"
     except BaseException as error:
         error.add_note(f"python -m tests.fuzz_claims --only {seed}\n{case}")
         raise
-    return "right"
 
 
 def _run_beside_plain(case: Case) -> None:
@@ -750,17 +751,35 @@ def _run_beside_plain(case: Case) -> None:
             assert_close(values[name], param.detach(), f"step {number}: parameter {name}")
 
 
-def run_seeds(first: int, count: int, features: set[str]) -> tuple[int, bool]:
-    """Run the cases of consecutive seeds; raise at the first that is wrong.
+def run_each_seed(first: int, end: int, features: set[str]) -> None:
+    """Run the cases of consecutive seeds, on every rank; raise at the first that is wrong."""
+    for seed in range(first, end):
+        run_case(seed, features)
 
-    Returns:
-        How many were run; whether ranks were interrupted at different lines in the last of them,
-        so that these workers can run no further one.
+
+def run_seeds(first: int, count: int, features: set[str]) -> None:
+    """Run the cases of consecutive seeds on two ranks; one that ends apart without interrupts."""
+    seed, end = first, first + count
+    while seed < end:
+        try:
+            run_ranks(2, run_each_seed, seed, end, features, timeout=120)
+            return
+        except RankError as error:
+            if not is_apart(error):
+                raise
+            (seed,) = {int(each) for each in re.findall(r"fuzz_claims --only (\d+)", str(error))}
+        run_ranks(2, run_each_seed, seed, seed + 1, features - {"interrupt"}, timeout=120)
+        seed += 1
+
+
+def is_apart(error: RankError) -> bool:
+    """Return whether ranks were interrupted at different lines, and no rank found anything else.
+
+    A rank that waits for an interrupted one ends with it, as in a real job.
     """
-    for number, seed in enumerate(range(first, first + count), 1):
-        if run_case(seed, features) == "apart":
-            return number, True
-    return count, False
+    texts = error.errors.values()
+    apart, waits = f"{OutOfStepError.__name__}:", "after another rank had failed"
+    return any(apart in text for text in texts) and all(apart in t or waits in t for t in texts)
 
 
 def run_apart(world_size: int, seed: int, features: set[str]) -> str:
@@ -778,15 +797,15 @@ def run_apart(world_size: int, seed: int, features: set[str]) -> str:
     try:
         # By its own name, which the workers import; this module may be `__main__`.
         worker = importlib.import_module("tests.fuzz_claims").run_case
-        (result, *_) = run_ranks(world_size, worker, seed, features)
+        run_ranks(world_size, worker, seed, features)
     except RankError as error:
+        if is_apart(error):
+            return "apart"
         may_be_refused = (case.is_uneven and is_local) or hides
         if not (may_be_refused and is_refused(error, world_size, AT_REST_IN_FLAT_FORM)):
             raise
         return "refused"
-    if result == "apart":
-        shut_down_workers()
-    return result
+    return "right"
 
 
 def run_fuzz() -> int:

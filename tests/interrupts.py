@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -50,6 +51,7 @@ from tests.programs.models import average_gradients, rank_input, square_mean
 
 PACKAGE = str(Path(composable_shard.__file__).parent)
 DIM = 6
+SAME_PLACE_S = 2.0
 # Saved-tensor hooks of a unit's first forwards stay on autograd's stack where an interrupt cuts off
 # their removal: the next backward raises.
 LEFT_OUT = "runtime/saved_values.py"
@@ -285,11 +287,18 @@ class OutOfStepError(Exception):
 
 
 def are_all_at(place: str) -> bool:
-    """Return whether all ranks were interrupted at the same place; local to the store."""
+    """Return whether all ranks were interrupted at the same place; local to the store.
+
+    False if one does not say so within `SAME_PLACE_S`: it waits for a rank that was interrupted.
+    """
     store, key = dist.distributed_c10d._get_default_store(), f"interrupt/{next(_numbers)}"
     store.set(f"{key}/{dist.get_rank()}", place or "-")
-    places = [store.get(f"{key}/{rank}").decode() for rank in range(dist.get_world_size())]
-    return len(set(places)) == 1
+    keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
+    try:
+        store.wait(keys, timedelta(seconds=SAME_PLACE_S))
+    except dist.DistStoreError:
+        return False
+    return len({store.get(each) for each in keys}) == 1
 
 
 _numbers = itertools.count()

@@ -5,25 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.fuzz_claims import FEATURES, draw, run_apart, run_seeds
-from tests.harness.helpers import run_ranks, shut_down_workers
 
 NUM_SEEDS = 4  # of a test
-# The first two may be refused. An interrupt comes at a number of lines, so each change of the
-# package moves it; ranks that run other lines may then wait for each other. By hand, in minutes.
-LONGER = {"uneven", "hiding", "interrupt"}
+MAY_BE_REFUSED = {"uneven", "hiding"}
 SEEDED = {"penalty", "freeze", "data", "dropping", "carrying"}  # of those that were wrong once
 
 
 @pytest.mark.parametrize("first", range(0, 4 * NUM_SEEDS, NUM_SEEDS))
 def test_random_programs_are_right(first: int) -> None:
     """Gradients and values of a plain model, for fixed seeds; a failure prints its seed."""
-    seed, end = first, first + NUM_SEEDS
-    while seed < end:
-        features = set(FEATURES) - LONGER
-        ((num_run, is_apart), *_) = run_ranks(2, run_seeds, seed, end - seed, features, timeout=120)
-        seed += num_run
-        if is_apart:
-            shut_down_workers()
+    run_seeds(first, NUM_SEEDS, set(FEATURES) - MAY_BE_REFUSED)
 
 
 @pytest.mark.parametrize(("seed", "result"), [(500, "right"), (511, "refused")])
@@ -35,7 +26,7 @@ def test_random_program_whose_ranks_differ_is_right_or_refused(seed: int, result
 @pytest.mark.parametrize("seed", [9113])
 def test_random_program_that_was_wrong_stays_right(seed: int) -> None:
     """9113: two forwards, during the first of which a tree without a root was joined."""
-    run_ranks(2, run_seeds, seed, 1, SEEDED, timeout=120)
+    run_seeds(seed, 1, SEEDED)
 
 
 @pytest.mark.fast
