@@ -664,6 +664,50 @@ def peer_figures() -> str:
     return json.dumps([{name: each[name] for name in PEER_NAMES} for each in (times, peaks)])
 
 
+LIBRARY_TIMES = RESULTS / "compare_steps_cpu2_2026-11-27.md"
+LIBRARY_LEVELS = RESULTS / "compare_exact_cpu2_2026-11-27.md"
+LIBRARY_NAMES = {
+    "ddp": "DDP",
+    "ours_noshard": "here, NO_SHARD",
+    "zero1": "ZeroRedundancyOptimizer",
+    "fairscale_oss": "fairscale OSS",
+    "deepspeed_1": "DeepSpeed ZeRO-1",
+    "ours_optim": "here, SHARD_OPTIM",
+    "fairscale_sddp": "fairscale ShardedDDP",
+    "deepspeed_2": "DeepSpeed ZeRO-2",
+    "ours_gradop": "here, SHARD_GRAD_OP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "simple_fsdp": "SimpleFSDP",
+    "deepspeed_3": "DeepSpeed ZeRO-3",
+    "ours": "here, FULL_SHARD",
+}
+
+
+def draw_libraries(plot: Any) -> Any:
+    """Draw step time and peak of every library that runs on the CPU."""
+    times = read_column(LIBRARY_TIMES.read_text(), "time / ddp")
+    peaks = read_column(LIBRARY_LEVELS.read_text(), "peak P")
+    figure, axes = plot.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
+    titles = "time of a step, DDP = 1", "peak memory, in bytes of all parameters"
+    for axis, figures, title in zip(axes, (times, peaks), titles, strict=True):
+        draw_bars(axis, figures, LIBRARY_NAMES, "{:.2f}")
+        axis.set_title(title, fontsize=10, loc="left")
+    figure.supxlabel(
+        "48 layers of width 128, fp32, AdamW, two gloo ranks on two CPU cores, torch 2.13; "
+        "median and quartiles; shorter is better",
+        fontsize=8,
+    )
+    return figure
+
+
+def library_figures() -> str:
+    """Return the figures of the picture of libraries, as `peer_figures` does."""
+    times = read_column(LIBRARY_TIMES.read_text(), "time / ddp")
+    peaks = read_column(LIBRARY_LEVELS.read_text(), "peak P")
+    return json.dumps([{name: each[name] for name in LIBRARY_NAMES} for each in (times, peaks)])
+
+
 # --- the overlap on an accelerator ---
 
 OVERLAP = {
@@ -749,7 +793,9 @@ DRAWINGS = {
     "timeline": draw_timeline,
     "overlap": draw_overlap,
     "peers": draw_peers,
+    "libraries": draw_libraries,
 }
+NOTES = {"peers": peer_figures, "libraries": library_figures}
 
 
 def load_plot() -> Any:
@@ -777,7 +823,7 @@ def main() -> None:
     path = args.output or ROOT / "docs" / "pictures" / f"{args.picture}.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     figure = DRAWINGS[args.picture](load_plot())
-    note = {"Description": peer_figures()} if args.picture == "peers" else {}
+    note = {"Description": NOTES[args.picture]()} if args.picture in NOTES else {}
     figure.savefig(path, bbox_inches="tight", facecolor="white", metadata=note, dpi=100)
     if args.picture == "overlap" and path.suffix == ".png":
         shrink(path)

@@ -108,10 +108,11 @@ def test_figures_are_read_from_results() -> None:
     assert plots.read_column(text, "ms") == {"a": [9, 8, 10]}
 
 
-def test_the_picture_of_the_readme_shows_the_results() -> None:
+@pytest.mark.parametrize("name", plots.NOTES)
+def test_a_picture_of_results_shows_them(name: str) -> None:
     """As they are in the files now."""
-    picture = (ROOT / "docs" / "pictures" / "peers.png").read_bytes()
-    assert plots.peer_figures().encode() in picture
+    picture = (ROOT / "docs" / "pictures" / f"{name}.png").read_bytes()
+    assert plots.NOTES[name]().encode() in picture
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.name)
