@@ -138,18 +138,16 @@ class BackwardPass:
         """Let a unit's handles end when the backward has passed the call of this number.
 
         A handle that several units compute with (tied weights) ends with the first of their calls;
-        -1 stands for the end of the backward. [Note: End of a unit]
+        -1, where no call is known, stands for the end of the backward. [Note: End of a unit]
         """
         for handle in state.needed:
             item = self.queue.items.get(handle)
             if item is None:
                 continue  # borrowed from a unit that no longer exists
             if item.position != CLOSED:
-                if position >= item.position:
+                if position == -1 or 0 <= item.position <= position:
                     continue
                 self._open.remove(item)
-                if position == -1:
-                    handle.grads.take_directly(False)  # from now on each gradient is counted
             elif item.stage is not OPEN:
                 self.queue.reopen(item, is_reached=position >= 0)
             item.position = position

@@ -100,9 +100,9 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 20_116,
-    "lines of all": 29_621,
-    "quick start: statements": 4_021,
+    "lines of the core": 20_114,
+    "lines of all": 29_619,
+    "quick start: statements": 4_019,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name

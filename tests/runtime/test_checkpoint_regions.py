@@ -252,6 +252,76 @@ def test_c17_tied_weight_that_reentrant_regions_read(
     )
 
 
+class _ReadsTied(nn.Module):
+    """Reads its weight, in a region or not, and runs the unit that owns it in a region."""
+
+    def __init__(self, owner: nn.Module, run: Region) -> None:
+        super().__init__()
+        self.layer, self.run = nn.Linear(6, 6), run
+        self.layer.weight = owner.layer.weight
+
+    def forward(self, x: Tensor, owner: nn.Module) -> Tensor:
+        """Use the weight before and after the region of its owner."""
+        x = torch.tanh(self.run(self.layer, x))
+        y: Tensor = self.run(self.layer, again_nested(owner, x, True))
+        return y
+
+
+class _Owner(nn.Module):
+    """Owns a weight, and a parameter that not all of its calls use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.extra = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor, uses_extra: bool) -> Tensor:
+        """Use both, or the weight alone."""
+        y = torch.tanh(self.layer(x))
+        return y * self.extra if uses_extra else y
+
+
+class _OwnsInRegions(nn.Module):
+    """A unit runs in regions, before and inside the call of another that reads its weight."""
+
+    def __init__(self, run: Region) -> None:
+        super().__init__()
+        self.first, self.owner, self.between = nn.Linear(6, 6), _Owner(), nn.Linear(6, 6)
+        self.reader = _ReadsTied(self.owner, run)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the owner before the other unit and in its call."""
+        x = self.between(again_nested(self.owner, torch.tanh(self.first(x)), False))
+        y: Tensor = self.reader(x, self.owner)
+        return y
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [None, 1e-6])
+@pytest.mark.parametrize("run", [again_nested, _as_it_is], ids=["in regions", "as it is"])
+@claims.strategies
+@distributed(2)
+def test_c17_tied_weight_stays_for_the_call_that_reads_it(
+    strategy: ShardingStrategy, use_orig_params: bool, run: Region, bucket_cap_mb: float | None
+) -> None:
+    """C17: a region of its owner inside that call doesn't end it, whichever gradients have come."""
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        fully_shard(model.owner, bucket_cap_mb=bucket_cap_mb, **options)
+        for unit in (model.between, model.reader, model):
+            fully_shard(unit, **options)
+
+    def program(model: nn.Module, number: int) -> None:
+        inputs = [rank_input(3, 6, step=2 * number + i, dtype=torch.float64) for i in range(2)]
+        torch.stack([square_mean(model(x)) for x in inputs]).sum().backward()
+
+    claims.assert_right(
+        partial(_OwnsInRegions, run),
+        program,
+        shard=shard,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
 class _InParts(nn.ModuleList):
     """Runs as many of its layers as it is told."""
 
