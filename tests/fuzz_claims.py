@@ -130,6 +130,13 @@ class Case:
     steps: list[tuple[str | None, list[Micro], str | None]]  # freeze or change, microbatches, zero
     surgery: tuple[int, str, int, bool] | None = None  # step, kind, block, whether it is refused
 
+    @property
+    def has_buckets(self) -> bool:
+        """Whether any unit's parameters are cut into buckets."""
+        units = [plan for block in self.blocks for plan in (block, *block.inner) if plan.is_unit]
+        options = [unit.options for unit in units] + [self.options] * self.has_root
+        return any(each["bucket_cap_mb"] is not None for each in options)
+
     def __str__(self) -> str:
         lines = [f"root: {self.has_root} {self.options}, surgery: {self.surgery}"]
         lines += [f"block {i}: {block}" for i, block in enumerate(self.blocks)]
@@ -788,11 +795,13 @@ def run_apart(world_size: int, seed: int, features: set[str]) -> str:
 
     A case may be refused in which an output hides its tensors, or losses are kept beside it; and
     one in which ranks use other parameters inside reentrant checkpoints or gradients of gradients:
-    what tells there that values have been read for the last time comes elsewhere.
+    what tells there that values have been read for the last time comes elsewhere. The same is true
+    of one with buckets in which a backward fails: some ranks alone may have reduced a bucket.
     """
     case = draw(seed, features)
+    micros = [micro for _, micros, _ in case.steps for micro in micros]
     is_local = any(block.checkpoint == "True" for block in case.blocks) or any(
-        micro.penalty for _, micros, _ in case.steps for micro in micros
+        micro.penalty or (micro.fails == "backward" and case.has_buckets) for micro in micros
     )
     hides = any(block.output in HIDING or block.side is not None for block in case.blocks)
     try:

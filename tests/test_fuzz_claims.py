@@ -17,9 +17,9 @@ def test_random_programs_are_right(first: int) -> None:
     run_seeds(first, NUM_SEEDS, set(FEATURES) - MAY_BE_REFUSED)
 
 
-@pytest.mark.parametrize(("seed", "result"), [(500, "right"), (511, "refused")])
+@pytest.mark.parametrize(("seed", "result"), [(500, "right"), (511, "refused"), (1149, "refused")])
 def test_random_program_whose_ranks_differ_is_right_or_refused(seed: int, result: str) -> None:
-    """Beside reentrant checkpoints: with the same error on each rank."""
+    """By an error on each rank, beside reentrant checkpoints; 1149: a backward fails in buckets."""
     assert run_apart(2, seed, {"uneven"}) == result
 
 
