@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from composable_shard.runtime.gathers import return_to_idle
 from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.saved_values import warn_of_late_read
 from composable_shard.runtime.unit import IDLE, TreeContext, trees
-from composable_shard.tensor import FlatShard
+from composable_shard.tensor import FlatShard, step_hooks
 from composable_shard.torch_private import current_backward_id
 
 
@@ -89,6 +90,9 @@ def check_step(optimizer: Optimizer) -> None:
         if number > known + 1:
             raise RuntimeError(f"the step of an optimizer found no gradient: {_unreached(tree)}")
         known = tree.graphs.last_backward_id = number
+
+
+step_hooks.check_steps(trees, attrgetter("graphs.armed"), check_step)
 
 
 def _unreached(context: TreeContext) -> str:

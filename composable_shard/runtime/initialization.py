@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from composable_shard.comm import (
     raise_difference,
 )
 from composable_shard.flat_param import FlatParamHandle, settle_owners
-from composable_shard.runtime.aborted import check_step, next_backward_id
+from composable_shard.runtime.aborted import next_backward_id
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.membership import has_other_units, renew_context, share_context
 from composable_shard.runtime.open_graphs import alive
@@ -34,8 +33,7 @@ from composable_shard.runtime.tree import (
     raise_unmanaged,
     read_state,
 )
-from composable_shard.runtime.unit import ShardState, StateRef, TreeContext, trees
-from composable_shard.tensor import step_hooks
+from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
 from composable_shard.torch_private import DisableTorchFunctionSubclass, buffers_of, version_of
 
 
@@ -71,7 +69,6 @@ def lazy_init(module: nn.Module) -> None:
 
 def initialize(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
     """Do what `lazy_init` does, for a call of `module` inside calls of `callers`."""
-    step_hooks.check_steps(trees, attrgetter("graphs.armed"), check_step)
     lazy_init_params(module, callers, has_values=True)
     contexts = [state.context for state in get_states(module) if state.context is not None]
     unchecked = list(dict.fromkeys(context for context in contexts if not context.is_checked))

@@ -46,7 +46,7 @@ def step_facts(handles: Collection[FlatParamHandle]) -> StepFacts:
         if handle.shard_group.size == 1 or not handle.layout.owners:
             has_edits |= is_edited
             shown += handle.shown.at_rest
-    compared.number += 1
+    compared.number += 1  # ends steps that failed
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
         has_gradients = any(each.sharded.grad is not None for each in shown)
     line = (

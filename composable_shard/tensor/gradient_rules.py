@@ -80,7 +80,7 @@ class _StepHooks:
 
     def __init__(self) -> None:
         self._hooks: list[Any] = []
-        self.trees: Iterable[Any] = ()  # until the first lazy init
+        self.trees: Iterable[Any] = ()  # until `check_steps`
         self.waits: Callable[[Any], Any] = bool
         self.check: Callable[[Optimizer], Any] = bool
         self.num_handles = self.num_owned = 0
