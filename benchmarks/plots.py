@@ -609,10 +609,21 @@ def read_column(text: str, column: str) -> dict[str, list[float]]:
     return {row[0]: [float(n) for n in re.findall(r"\d+(?:\.\d+)?", row[index])] for row in rows}
 
 
+def read_figures(path: Path, column: str, names: Mapping[str, str]) -> dict[str, list[float]]:
+    """Return what `read_column` finds in a file for these peers, in their order."""
+    found = read_column(path.read_text(), column)
+    return {name: found[name] for name in names}
+
+
+def read_peers() -> list[dict[str, list[float]]]:
+    """Return step times and peaks of the peers."""
+    columns = ((TIMES, "step ms"), (PEAKS, "peak backward"))
+    return [read_figures(path, column, PEER_NAMES) for path, column in columns]
+
+
 def draw_peers(plot: Any) -> Any:
     """Draw step time and peak beside others."""
-    times = read_column(TIMES.read_text(), "step ms")
-    peaks = read_column(PEAKS.read_text(), "peak backward")
+    times, peaks = read_peers()
     figure, (left, right) = plot.subplots(1, 2, figsize=(9, 2.2), layout="constrained")
     panels = (
         (left, times, PEER_NAMES, "time of a step, milliseconds", "{:.0f}"),
@@ -665,13 +676,6 @@ def draw_bars(
     axis.spines[["right", "top"]].set_visible(False)
 
 
-def peer_figures() -> str:
-    """Return the figures of the picture of peers; it holds them as a text, for a test."""
-    times = read_column(TIMES.read_text(), "step ms")
-    peaks = read_column(PEAKS.read_text(), "peak backward")
-    return json.dumps([{name: each[name] for name in PEER_NAMES} for each in (times, peaks)])
-
-
 LIBRARY_TIMES = RESULTS / "compare_steps_cpu2_2026-11-27.md"
 LIBRARY_LEVELS = RESULTS / "compare_exact_cpu2_2026-11-27.md"
 LIBRARY_NAMES = {
@@ -692,13 +696,17 @@ LIBRARY_NAMES = {
 }
 
 
+def read_libraries() -> list[dict[str, list[float]]]:
+    """Return step times and peaks of the libraries."""
+    columns = ((LIBRARY_TIMES, "time / ddp"), (LIBRARY_LEVELS, "peak P"))
+    return [read_figures(path, column, LIBRARY_NAMES) for path, column in columns]
+
+
 def draw_libraries(plot: Any) -> Any:
     """Draw step time and peak of every library that runs on the CPU."""
-    times = read_column(LIBRARY_TIMES.read_text(), "time / ddp")
-    peaks = read_column(LIBRARY_LEVELS.read_text(), "peak P")
     figure, axes = plot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     titles = "time of a step, DDP = 1", "peak memory, in bytes of all parameters"
-    for axis, figures, title in zip(axes, (times, peaks), titles, strict=True):
+    for axis, figures, title in zip(axes, read_libraries(), titles, strict=True):
         draw_bars(axis, figures, LIBRARY_NAMES, "{:.2f}", limit=8)
         axis.set_title(title, fontsize=10, loc="left")
     figure.supxlabel(
@@ -708,13 +716,6 @@ def draw_libraries(plot: Any) -> Any:
         fontsize=8,
     )
     return figure
-
-
-def library_figures() -> str:
-    """Return the figures of the picture of libraries, as `peer_figures` does."""
-    times = read_column(LIBRARY_TIMES.read_text(), "time / ddp")
-    peaks = read_column(LIBRARY_LEVELS.read_text(), "peak P")
-    return json.dumps([{name: each[name] for name in LIBRARY_NAMES} for each in (times, peaks)])
 
 
 # --- the overlap on an accelerator ---
@@ -804,7 +805,11 @@ DRAWINGS = {
     "peers": draw_peers,
     "libraries": draw_libraries,
 }
-NOTES = {"peers": peer_figures, "libraries": library_figures}
+# A picture holds the figures that it shows as a text, for a test.
+NOTES = {
+    "peers": lambda: json.dumps(read_peers()),
+    "libraries": lambda: json.dumps(read_libraries()),
+}
 
 
 def load_plot() -> Any:
