@@ -796,12 +796,14 @@ def run_apart(world_size: int, seed: int, features: set[str]) -> str:
     A case may be refused in which an output hides its tensors, or losses are kept beside it; and
     one in which ranks use other parameters inside reentrant checkpoints or gradients of gradients:
     what tells there that values have been read for the last time comes elsewhere. The same is true
-    of one with buckets in which a backward fails: some ranks alone may have reduced a bucket.
+    of one with buckets in which a backward fails or is refused: some ranks alone may have reduced
+    a bucket.
     """
     case = draw(seed, features)
     micros = [micro for _, micros, _ in case.steps for micro in micros]
     is_local = any(block.checkpoint == "True" for block in case.blocks) or any(
-        micro.penalty or (micro.fails == "backward" and case.has_buckets) for micro in micros
+        micro.penalty or (case.has_buckets and micro.fails in ("backward", "rest"))
+        for micro in micros
     )
     hides = any(block.output in HIDING or block.side is not None for block in case.blocks)
     try:

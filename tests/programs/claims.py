@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, no_sync, unshard_params
 from composable_shard.flat_param import LOCKED
+from composable_shard.runtime.saved_values import LATE_READ
 from tests.harness.helpers import RankError, assert_within, run_ranks
 from tests.harness.poison import poisoned
 from tests.programs.models import average_gradients, shard_children
@@ -29,9 +30,9 @@ from tests.programs.models import average_gradients, shard_children
 Program = Callable[[nn.Module, int], None]  # of a model and the number of a microbatch
 
 RTOL = 1e-9
-#: What autograd says of full values that nobody announced, and what ranks say of which some have
-#: read them where others have not.
-REFUSALS = (f"is at version {LOCKED}", "the ranks are not in step: ")
+#: What autograd and a unit's hooks say of full values that nobody announced, and what ranks say of
+#: which some have read them where others have not.
+REFUSALS = (f"is at version {LOCKED}", LATE_READ, "the ranks are not in step: ")
 _WAITS = "after another rank had failed"  # of a rank whose collective fails when that has ended
 
 
