@@ -17,20 +17,18 @@ _IN_TRAINING = (
     "To train through it call unshard(model, recurse=True) before it, and "
     "reshard(model, recurse=True) after the backward."
 )
-_WHOLE_MATRICES = (
+_OTHERS = (
     'An optimizer of whole matrices needs granularity="param", or '
-    "strategy=ShardingStrategy.NO_SHARD."
+    "strategy=ShardingStrategy.NO_SHARD. A sharded model needs no DistributedDataParallel around "
+    "it. More calls: docs/troubleshooting.md."
 )
 WHOLE_NEEDED = (
-    f"{_IN_UNIT} take p.full_tensor(), which has no graph, on all ranks. {_IN_TRAINING} "
-    f"{_WHOLE_MATRICES} A sharded model needs no DistributedDataParallel around it. More calls: "
-    "docs/troubleshooting.md."
+    f"{_IN_UNIT} take p.full_tensor(), which has no graph, on all ranks. {_IN_TRAINING} {_OTHERS}"
 )
 GRADIENTS = (
     "Elementwise ops, norms and sums of a gradient, or of an optimizer's state, run on shards. For "
     "other ops take g.full_tensor() of each on all ranks, or read and edit whole gradients inside "
-    f"unshard_params(module, with_grads=True). {_WHOLE_MATRICES} More calls: "
-    "docs/troubleshooting.md."
+    f"unshard_params(module, with_grads=True). {_OTHERS}"
 )
 AT_REST = (
     "Only the forward of its unit reduces its gradient, which would be that of this rank alone: "
