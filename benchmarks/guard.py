@@ -1,9 +1,13 @@
 """Is this working tree dearer than another commit? Ends with 1 where a figure is over 5 % worse.
 
 Both packages run beside each other, on two gloo ranks of one thread each, with the benchmarks of
-this tree: processes of the one compute while those of the other wait, in rotating order. Ratios
-are taken inside each round, so that the machine's load cancels out. Run it on a machine on which
-nothing else runs, before a change of the core is done; it takes five minutes on two cores.
+this tree: processes of the one compute while those of the other wait. Each round measures the one
+twice and the other twice, in the order A B B A; a ratio is taken inside a round, so that the
+machine's load cancels out. Processes differ too, by where their memory lies: half of the rounds run
+in new ones. What is over the limit is measured again before it counts.
+
+Run it on a machine on which nothing else runs, before a change of the core is done. It takes five
+minutes on two cores, and some more where a figure is over the limit.
 
     make bench-guard                            # beside the last tag
     make bench-guard ARGS="--base main~20"
@@ -23,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -51,12 +55,9 @@ class _Steps:
         self._step: Callable[[], None] | None = None
 
     def seconds(self) -> float:
-        """Return the wall time of a step."""
+        """Return the wall time of a step; of a short one, the median of three."""
         step = self._step = self._step or self._make()
-        dist.barrier()
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
+        return statistics.median(_wall(step) for _ in range(3 if self._model_name == "tiny" else 1))
 
     def _make(self) -> Callable[[], None]:
         model = peers.build(self._peer, make_llama(self._model_name))
@@ -108,9 +109,13 @@ class _Host:
 def _set_up_seconds() -> float:
     gc.collect()
     model = make_llama("std")
+    return _wall(lambda: peers.build("ours", model))
+
+
+def _wall(run: Callable[[], object]) -> float:
     dist.barrier()
     start = time.perf_counter()
-    peers.build("ours", model)
+    run()
     return time.perf_counter() - start
 
 
@@ -199,38 +204,62 @@ def _peak_of(package: Path) -> float:
 
 
 def compare(base: str, rounds: int) -> dict[str, list[float]]:
-    """Return by figure the ratios of this tree to the other commit, one for each round."""
+    """Return by figure the ratios of this tree to the other commit.
+
+    What seems dearer is measured again, in twice as many rounds, which count with the first.
+    """
     ratios: dict[str, list[float]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         _export(base, folder)
         ratios[_PEAK] = [_peak_of(_ROOT) / _peak_of(folder)]
-        theirs, ours = (stack.enter_context(_ranks(each)) for each in (folder, _ROOT))
-        for turn in range(rounds + 1):
-            for name in figures():
-                sides = [("theirs", theirs), ("ours", ours)]
-                found = {side: measure(name) for side, measure in sides[:: 1 - 2 * (turn % 2)]}
-                if turn:  # the first turn builds the models
-                    ratios.setdefault(name, []).append(found["ours"] / found["theirs"])
+        names = list(figures())
+        for factor in (1, 2):
+            for packages in ([folder, _ROOT], [_ROOT, folder]):
+                for name, found in _ratios_of(packages, names, factor * rounds):
+                    ratios.setdefault(name, []).append(found if packages[1] is _ROOT else 1 / found)
+            names = [name for name in names if is_dearer(ratios[name])]
     return ratios
+
+
+def is_dearer(ratios: Sequence[float]) -> bool:
+    """Return whether a figure's ratios are over the limit."""
+    return statistics.median(ratios) > _LIMIT
+
+
+def _ratios_of(
+    packages: Sequence[Path], names: Sequence[str], rounds: int
+) -> Iterator[tuple[str, float]]:
+    """Yield by figure the ratios of the second package to the first, measured in new processes."""
+    if not names:
+        return
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(_ranks(each)) for each in packages)
+        for turn in range(rounds + 1):
+            for name in names:
+                found = [measure(name) for measure in (first, second, second, first)]
+                if turn:  # the first turn builds the models
+                    yield name, (found[1] + found[2]) / (found[0] + found[3])
 
 
 def main() -> int:
     """Parse the options, measure, report; return 1 where something got dearer."""
     parser = report.make_parser(__doc__)
     parser.add_argument("--base", help="the commit to compare with (default: the last tag)")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds, at least 2")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds in each of two pairs of processes"
+    )
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
         serve(args.serve)
     base = args.base or _last_tag()
     ratios = compare(base, args.rounds)
-    dearer = [name for name, each in ratios.items() if statistics.median(each) > _LIMIT]
+    dearer = [name for name, each in ratios.items() if is_dearer(each)]
     rows = [[name, report.spread(each, 3), "*" * (name in dearer)] for name, each in ratios.items()]
     markdown = report.header(
         f"This tree beside {base}",
-        f"2 gloo ranks of one thread, {args.rounds} interleaved rounds after one for warming up",
+        f"2 gloo ranks of one thread; twice {args.rounds} rounds, each after one for warming up",
         f"ratios to {base}, below 1 is cheaper: median (quartiles); * over {_LIMIT}",
     )
     report.emit(markdown + "\n" + report.table(["figure", "ratio", ""], rows), args.output)
