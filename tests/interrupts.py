@@ -6,6 +6,7 @@ Then a step must give the gradients and values of a plain model. For all lines, 
 
     python -m tests.interrupts
     python -m tests.interrupts --program no_sync --every 1 --first 4000
+    python -m tests.interrupts --distinct
     python -m tests.interrupts --seconds 300 --seed 7
 """
 
@@ -118,6 +119,7 @@ class Interrupter:
 
     def __init__(self, moment: int) -> None:
         self.moment, self.num_lines, self.place = moment, 0, ""
+        self.moments: dict[tuple[object, int], list[int]] = {}  # when each line ran, if n = 0
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
         name = frame.f_code.co_filename
@@ -126,6 +128,9 @@ class Interrupter:
     def _count(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":
             self.num_lines += 1
+            if self.moment == 0:
+                line = frame.f_code, frame.f_lineno
+                self.moments.setdefault(line, []).append(self.num_lines)
             if self.num_lines == self.moment:
                 name = frame.f_code.co_filename.removeprefix(PACKAGE + "/")
                 self.place = f"{name}:{frame.f_lineno} {frame.f_code.co_qualname}"
@@ -306,13 +311,23 @@ _numbers = itertools.count()
 
 def count_lines(name: str) -> int:
     """Return how many lines of the package a step of a program runs."""
+    return _count(name).num_lines
+
+
+def distinct_moments(name: str) -> list[int]:
+    """Return when each line that a step of a program runs is run first and last."""
+    moments = _count(name).moments.values()
+    return sorted({when for each in moments for when in (each[0], each[-1])})
+
+
+def _count(name: str) -> Interrupter:
     run = _InterruptedRun(PROGRAMS[name])
     if PROGRAMS[name].is_new:
         run.renew()
     interrupter = Interrupter(0)
     with interrupter.watching():
         run.step(5)
-    return interrupter.num_lines
+    return interrupter
 
 
 @contextmanager
@@ -381,8 +396,11 @@ def _jobs(args: argparse.Namespace, counts: dict[str, int]) -> Iterator[tuple[st
     if args.only is not None:
         yield from ((name, [args.only]) for name in counts)
     elif args.seed is None:
+        finder = importlib.import_module("tests.interrupts").distinct_moments
         for name, count in counts.items():
             moments = list(range(args.first, count + 1, args.every))
+            if args.distinct:
+                moments = run_ranks(PROGRAMS[name].world_size, finder, name)[0]
             for start in range(0, len(moments), 200):
                 yield name, moments[start : start + 200]
     while args.seed is not None and args.only is None:
@@ -397,6 +415,7 @@ def run_interrupts() -> int:
     parser.add_argument("--only", type=int)
     parser.add_argument("--first", type=int, default=1)
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--distinct", action="store_true", help="where a line runs first and last")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--seed", type=int)
     args = parser.parse_args()
