@@ -188,7 +188,7 @@ def _class_with_methods(cls: type) -> Any:
 
 
 def _restore(cls: type) -> nn.Module:
-    """Make the object that a copy or a pickle fills."""
+    """Make the object that a copy fills."""
     module: nn.Module = object.__new__(cls)
     module.__class__ = _class_with_methods(cls)
     return module
@@ -205,7 +205,7 @@ class FSDPModule:
         return cls.__mro__[2](*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Let copies and pickles find the class, which has no name in any module."""
+        """Let copies find the class, which has no name in any module."""
         made: Any = super().__reduce_ex__(protocol)
         is_usual = made[0] is copyreg.__newobj__  # type: ignore[attr-defined] # stubs leave it out
         return (_restore, (type(self).__mro__[2],), *made[2:]) if is_usual else made

@@ -7,7 +7,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -22,7 +22,6 @@ from composable_shard.torch_private import (
     backend_of,
     inherit_timeout,
     num_known_groups,
-    resolve_group,
     root_mesh_of,
     timeout_of,
 )
@@ -34,7 +33,7 @@ _Groups = tuple[dist.ProcessGroup, ...]
 class ShardGroup:
     """The ranks that share a flat parameter, and the ranks that hold copies of a shard.
 
-    Deep copies and pickles refer to process groups by name.
+    Deep copies share the process groups, which no pickle can hold.
 
     Attributes:
         group: The shard group. If nothing is sharded, any group that this rank is in.
@@ -214,16 +213,11 @@ class ShardGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardGroup:
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        several = [
-            tuple(group.group_name for group in groups)
-            for groups in (self.replicate_groups, self.joint_groups)
-        ]
-        single = [
-            None if group is None else group.group_name
-            for group in (self.pipeline_group, self.reduce_group)
-        ]
-        return _restore, (self.name, self.size, self.device, several, single)
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError(
+            "a sharded module can't be pickled, for its process groups belong to this process. Use "
+            "copy.deepcopy for a copy. To save it call save_checkpoint, or get_model_state_dict."
+        )
 
 
 @dataclass(frozen=True)
@@ -249,28 +243,6 @@ class SmallGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SmallGroup:
         return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restore_small, (self.group.group_name,)
-
-
-def _restore_small(name: str) -> SmallGroup:
-    group = resolve_group(name)
-    return SmallGroup(group, group.rank(), group.size())
-
-
-def _restore(
-    name: str,
-    size: int,
-    device: torch.device,
-    several: list[tuple[str, ...]],
-    single: list[str | None],
-) -> ShardGroup:
-    group = resolve_group(name)
-    rank = group.rank() if size > 1 else 0
-    replicate, joint = (tuple(resolve_group(each) for each in names) for names in several)
-    found = (None if each is None else resolve_group(each) for each in single)
-    return ShardGroup(group, rank, size, device, replicate, joint, *found)
 
 
 def _pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

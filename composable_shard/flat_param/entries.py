@@ -99,9 +99,6 @@ class ModuleItems:
         # Hooks are copied before child modules, so the module may not have been reached yet.
         return type(self)(copy.deepcopy(self.module() or nn.Module(), memo))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.module() or nn.Module(),)
-
 
 class _Attributes(ModuleItems):
     """The parameters of a module that overrides `__setattr__`."""
@@ -182,9 +179,6 @@ class FlatSlot(ModuleItems):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatSlot:
         return type(self)(copy.deepcopy(self.get(), memo), self.name, self._is_ours)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.get(), self.name, self._is_ours)
 
 
 def find_slots(place: ModuleItems, name: str) -> tuple[Slot, ...]:

@@ -191,7 +191,7 @@ class FlatParamHandle(ShardedParams):
             )
         return lines
 
-    # Copies and pickles
+    # Copies
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep what defines the flat parameter; the copy makes buffers and hooks of its own."""
@@ -241,7 +241,6 @@ class FlatParamHandle(ShardedParams):
             flat = FlatEntry(sharded, sharded._shard_spec, shard_view=sharded._local, used=used)
         self._reset(flat, shows_flat=shows_flat)
         self.shown.set_flat_slot(flat_slot)
-        self.shown.hide_unshown()  # a pickle does not record it
         self.grads.reduction.set_divide_factor(divide_factor)
         with torch.inference_mode(False), torch.no_grad():
             self.take_slices()

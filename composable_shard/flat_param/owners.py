@@ -10,7 +10,7 @@ once; on the meta device nothing is sent. Whether another plan is better is deci
 all ranks know, and they compare the plan before anything moves.
 
 So owners are settled when the outermost call has returned. `lazy_init`, or the first forward, fixes
-them permanently: freezing, adding units around, copies and pickles do not change them after that.
+them permanently: freezing, adding units around and copying do not change them after that.
 Units that no call encloses together are balanced together only by a `lazy_init` of a module around
 them. Parameters that are fixed, or that have a gradient, stay where they are and count as load.
 Optimizer state of a parameter that moved is lost: torch's Adagrad, which makes its state at

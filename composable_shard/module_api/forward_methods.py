@@ -74,9 +74,6 @@ class ForwardMethod:
         assert module is not None  # it is being copied
         return ForwardMethod(memo.get(id(module), module), self._name, self._given)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ForwardMethod, (self._module(), self._name, self._given)
-
 
 def _passed_on(module: nn.Module, name: str) -> Any:
     """Return the method that the module's class has, or passes on, as a compiled module does."""

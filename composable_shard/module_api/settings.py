@@ -227,8 +227,8 @@ def register_comm_hook(
 
     Gradients that `no_sync` accumulates reach the hook once, as their sum. A rank that trains alone
     sends nothing, so the hook is not called. An error that it raises drops the gradients of the
-    backward as a whole, as any other; all ranks must raise it. Copies and pickles of the module
-    have no hook.
+    backward as a whole, as any other; all ranks must raise it. Copies of the module have no
+    hook.
 
     Args:
         module: A module with sharded units.

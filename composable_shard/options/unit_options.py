@@ -253,7 +253,7 @@ class OptionsDict(TypedDict, total=False):
 class UnitOptions:
     """The options of `fully_shard`, frozen and checked; `fully_shard` documents each.
 
-    A copy or pickle leaves out what belongs to this process: the mesh, the ignored parameters, and
+    A copy leaves out what belongs to this process: the mesh, the ignored parameters, and
     a granularity that is a function.
     """
 

@@ -1,8 +1,7 @@
 """Modules, units and handles of a tree: attach a unit, find units in order.
 
 `replicate`, `checkpoint` and torch's `fully_shard` look at torch's registry, so each sees the
-others. The unit has a key of its own: torch's is random in each process and would not survive a
-pickle.
+others. The unit has a key of its own: torch's is private, and random in each process.
 
 [Note: Whole model]
 A parameter that no unit manages keeps the gradient of its own rank: the ranks' copies drift apart,
@@ -308,7 +307,7 @@ class _Contents:
         self.flags = [param.requires_grad for _, _, param in items]
 
     def __reduce__(self) -> Any:
-        """Start empty in copies and pickles, because the contents are of these modules."""
+        """Start empty in copies, because the contents are of these modules."""
         return _Contents, ()
 
 

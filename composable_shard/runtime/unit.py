@@ -216,7 +216,7 @@ class ShardState:
         self.training_state = target
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the state of this process and of a running step, for copies and pickles."""
+        """Leave out the state of this process and of a running step, for copies."""
         state = dict(self.__dict__)
         for name in ("context", "ref", "forward_order"):
             del state[name]

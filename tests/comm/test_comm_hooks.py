@@ -37,7 +37,6 @@ from tests.programs.models import (
     assert_at_rest,
     loss_of,
     make_net,
-    pickled,
     rank_input,
     wait_for_engine,
 )
@@ -207,12 +206,12 @@ def test_one_rank_alone_calls_no_hook() -> None:
 
 @distributed(2)
 def test_hooks_differ_between_units_and_can_be_taken_away() -> None:
-    """recurse=False reaches one unit; a copy, pickled or not, has no hook."""
+    """recurse=False reaches one unit; a copy has no hook."""
     first, second = _PlainHook(), _PlainHook()
     model = make_net()
     register_comm_hook(model.blocks[1], first)
     register_comm_hook(model, second, recurse=False)
-    for each in (model, pickled(model), copy.deepcopy(model)):
+    for each in (model, copy.deepcopy(model)):
         loss_of(each).backward()
         assert (len(first.stages), len(second.stages)) == (1, 1)
     register_comm_hook(model, None)

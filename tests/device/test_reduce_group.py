@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -75,8 +74,7 @@ def test_a_separate_group_changes_no_value(mode: device.Mode) -> None:
         groups = {handle.shard_group.reduce_group for handle in get_handles(model)}
         assert len(groups) == 1
         assert groups.isdisjoint({None, dist.group.WORLD})
-        ranks = get_handles(copy.deepcopy(model))[0].shard_group
-        assert {ranks.reduce_group, pickle.loads(pickle.dumps(ranks)).reduce_group} == groups
+        assert {get_handles(copy.deepcopy(model))[0].shard_group.reduce_group} == groups
 
 
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "shard_optim", "no_shard"])

@@ -52,7 +52,6 @@ from tests.programs.models import (
     assert_at_rest,
     loss_of,
     make_net,
-    pickled,
     rank_input,
     replica_mesh,
     shard_blocks,
@@ -566,11 +565,10 @@ def test_a_device_copy_of_the_shard_is_renewed_once_for_each_step() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @distributed(2, on_device=True)
-def test_copies_pickles_and_conversions_stay_offloaded(policy: str) -> None:
-    """deepcopy, pickles, `.to(dtype)` and back, with equal training afterwards."""
+def test_copies_and_conversions_stay_offloaded(policy: str) -> None:
+    """deepcopy, `.to(dtype)` and back, with equal training afterwards."""
     changes: list[Callable[[nn.Module], nn.Module]] = [
         copy.deepcopy,
-        pickled,
         lambda model: model.double().float(),
     ]
     for change in changes:

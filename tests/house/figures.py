@@ -100,8 +100,8 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 20_113,
-    "lines of all": 29_618,
+    "lines of the core": 20_074,
+    "lines of all": 29_579,
     "quick start: statements": 4_017,
 }
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -59,7 +58,6 @@ __all__ = [
     "make_net",
     "net_without_first_rank",
     "on_meta",
-    "pickled",
     "plan_of",
     "rank_input",
     "replica_mesh",
@@ -537,8 +535,3 @@ class Optional(nn.Module):
         for index in used:
             x = self.layers[index](x)
         return x
-
-
-def pickled(model: nn.Module) -> nn.Module:
-    """Return a copy that has been pickled."""
-    return pickle.loads(pickle.dumps(model))

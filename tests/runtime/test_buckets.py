@@ -49,7 +49,6 @@ from tests.programs.models import (
     assert_is_slice,
     collectives_of,
     loss_of,
-    pickled,
     rank_input,
     shard_root,
 )
@@ -342,9 +341,9 @@ def test_patterns_of_calls_and_backwards(sharding: str) -> None:
 @pytest.mark.fast
 @distributed(2)
 def test_copies_train_alike() -> None:
-    """A deep copy, and a pickle of it."""
+    """A deep copy, and a copy of that."""
     twins = Twins(Net, shard_root)
-    twins.sharded = pickled(copy.deepcopy(_bucketed(copy.deepcopy(twins.plain))))
+    twins.sharded = copy.deepcopy(copy.deepcopy(_bucketed(copy.deepcopy(twins.plain))))
     twins.step(loss_of)
     assert collectives_of(lambda: loss_of(twins.sharded).backward()).count("reduce_scatter") > 4
 

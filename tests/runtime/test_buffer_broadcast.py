@@ -37,7 +37,6 @@ from tests.programs.models import (
     assert_is_slice,
     collectives_of,
     loss_of,
-    pickled,
     shard_blocks,
     shard_mixed,
 )
@@ -526,13 +525,12 @@ def test_error_leaves_the_next_step_right(strategy: ShardingStrategy) -> None:
         assert_is_slice(ours.grad, param.grad)
 
 
-@pytest.mark.parametrize("make_copy", [copy.deepcopy, pickled])
 @distributed(2)
-def test_copies_broadcast_their_own_buffers(make_copy: Callable[[nn.Module], nn.Module]) -> None:
+def test_copies_broadcast_their_own_buffers() -> None:
     """Not those of the original; and the option stays."""
     model = _make_normed()
     loss_of(model).backward()
-    twin = make_copy(model)
+    twin = copy.deepcopy(model)
     kept = [buffer.clone() for buffer in model.buffers()]
     assert collectives_of(lambda: loss_of(twin.eval())).count("broadcast") == 3
     for buffer, value in zip(model.buffers(), kept, strict=True):

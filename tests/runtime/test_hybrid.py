@@ -337,7 +337,7 @@ def test_gradient_divide_factor_replaces_the_number_of_ranks(
 
 
 @distributed(4)
-def test_submesh_of_some_ranks_and_a_pickle() -> None:
+def test_submesh_of_some_ranks_and_a_copy() -> None:
     """A mesh that is not the world has no group of all its ranks; copies find their groups."""
     world = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tensor"))
     mesh = world["replicate", "shard"]

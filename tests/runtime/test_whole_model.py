@@ -28,7 +28,7 @@ from composable_shard import (
 from composable_shard.comm.trace import count_collectives
 from tests.harness.helpers import assert_equal, distributed
 from tests.programs.claims import assert_close, unsharded_gradients
-from tests.programs.models import Net, average_gradients, pickled, shard_blocks
+from tests.programs.models import Net, average_gradients, shard_blocks
 
 OUTSIDE = r"\['inp.weight', 'inp.bias', 'out.weight', 'out.bias'\]"  # of a Net without a root
 
@@ -77,7 +77,7 @@ def test_l_whole_forgotten_root_is_named(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", list(WHOLE))
 @distributed(2)
 def test_l_whole_ignored_and_frozen_parameters_need_no_unit(name: str, tmp_path: Path) -> None:
-    """By any unit's `ignored_params`, and in a copy and a pickle of a model that has a root."""
+    """By any unit's `ignored_params`, and in a copy of a model that has a root."""
     net = Net()
     fully_shard(net.blocks[0], ignored_params={*net.inp.parameters(), net.out.weight})
     fully_shard(list(net.blocks)[1:])
@@ -85,7 +85,7 @@ def test_l_whole_ignored_and_frozen_parameters_need_no_unit(name: str, tmp_path:
     WHOLE[name](net, tmp_path)
     ignoring = Net()
     shard_blocks(ignoring, ignored_params=set(ignoring.out.parameters()))
-    for each in (ignoring, copy.deepcopy(ignoring), pickled(ignoring)):
+    for each in (ignoring, copy.deepcopy(ignoring)):
         WHOLE[name](each, tmp_path)
 
 
