@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_shard.tensor import FlatShard, is_owned_by_other_rank, wrap
@@ -16,15 +15,6 @@ _O = TypeVar("_O", bound=Optimizer)
 
 # Names of state in torch's optimizers that is one number for a parameter of any shape.
 _SCALAR_KEYS = frozenset({"step", "mu_product", "eta", "mu"})
-
-
-class _Entry(NamedTuple):
-    """One tensor of an optimizer's state for one sharded parameter."""
-
-    state: dict[str, Any]
-    key: str
-    value: Tensor
-    param: FlatShard
 
 
 def shard_optimizer_state(optimizer: Optimizer) -> None:
@@ -38,17 +28,32 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
 
     Raises:
         ValueError: If a state tensor has neither the parameter's shape nor a single element, for
-            example Adafactor's row statistics. Nothing has been changed then.
+            example Adafactor's row statistics.
     """
-    entries = list(_entries(optimizer))
-    scalar_keys = find_scalar_keys((e.key, e.value.shape, e.param.shape) for e in entries)
-    full_size = [entry for entry in entries if _is_full_size(entry, scalar_keys)]
     for param in [param for param in optimizer.state if is_owned_by_other_rank(param)]:
         del optimizer.state[param]
-    for entry in full_size:
-        spec = entry.param._shard_spec
-        # Offloading may have moved the parameter to another device.
-        entry.state[entry.key] = FlatShard.from_full(entry.value, spec).to(entry.param.device)
+    shards = [param for param in optimizer.state if isinstance(param, FlatShard)]
+    found = [
+        (state, key, value, param)
+        for param in shards
+        for state in [optimizer.state[param]]
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not isinstance(value, FlatShard)
+    ]
+    scalar_keys = find_scalar_keys((key, value.shape, p.shape) for _, key, value, p in found)
+    for state, key, value, param in found:
+        spec = param._shard_spec
+        if value.numel() == 1 and (param.numel() != 1 or key in scalar_keys):
+            continue
+        if value.shape == param.shape:
+            # Offloading may have moved the parameter to another device.
+            state[key] = FlatShard.from_full(value, spec).to(param.device)
+        elif spec.owner is None:
+            raise ValueError(
+                f"the state '{key}' of '{spec.label.fqn}' {tuple(spec.shape)} has shape "
+                f"{tuple(value.shape)}: it can't be cut like the parameter. Use an elementwise "
+                'optimizer, or granularity="param".'
+            )
 
 
 def init_state(optimizer: Optimizer) -> None:
@@ -78,16 +83,6 @@ def init_state(optimizer: Optimizer) -> None:
             param.grad = grad
 
 
-def _entries(optimizer: Optimizer) -> Iterator[_Entry]:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if isinstance(param, FlatShard) and param in optimizer.state:
-                state = optimizer.state[param]
-                for key, value in state.items():
-                    if isinstance(value, Tensor):
-                        yield _Entry(state, key, value, param)
-
-
 def find_scalar_keys(
     tensors: Iterable[tuple[str, torch.Size, torch.Size]],
 ) -> frozenset[str]:
@@ -102,31 +97,6 @@ def find_scalar_keys(
     told = {key: shape != wanted for key, shape, wanted in tensors if wanted.numel() != 1}
     found = {key for key, is_scalar in told.items() if is_scalar}
     return frozenset(found | (_SCALAR_KEYS - told.keys()))
-
-
-def _is_full_size(entry: _Entry, scalar_keys: frozenset[str]) -> bool:
-    value, spec = entry.value, entry.param._shard_spec
-    if isinstance(value, FlatShard):
-        if value._shard_spec == spec:
-            return False
-        raise ValueError(
-            f"expected the state '{entry.key}' of '{spec.label.fqn}' to be a shard of the same "
-            f"range as the parameter, got a shard of '{value._shard_spec.label.fqn}'"
-        )
-    if isinstance(value, DTensor) and spec.tensor_parallel is None:
-        raise ValueError(
-            f"the state '{entry.key}' of '{spec.label.fqn}' is a DTensor, which is cut in "
-            "another way than the parameter. Load it by set_optimizer_state_dict, on all ranks."
-        )
-    if value.shape == spec.shape:
-        return entry.param.numel() != 1 or entry.key not in scalar_keys
-    if value.numel() == 1 or spec.owner is not None:
-        return False
-    raise ValueError(
-        f"expected the state '{entry.key}' of '{spec.label.fqn}' to have the parameter's shape "
-        f"{tuple(spec.shape)} or a single element, got shape {tuple(value.shape)}: it can't be "
-        'cut like the parameter. Use an elementwise optimizer, or granularity="param".'
-    )
 
 
 def with_local_state(kind: type[_O]) -> type[_O]:
