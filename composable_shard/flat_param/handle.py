@@ -37,7 +37,6 @@ from composable_shard.tensor import (
     FlatShard,
     FlatShardOfDTensor,
     ParamLabel,
-    ShardedParams,
     ShardSpec,
     UnitLabel,
     WriteGuard,
@@ -51,7 +50,7 @@ from composable_shard.torch_private import (
 GradientHook = Callable[["FlatParamHandle", int], None]
 
 
-class FlatParamHandle(ShardedParams):
+class FlatParamHandle:
     """One flat parameter: parameters of a unit that share dtypes, requires_grad and mesh.
 
     At rest it holds this rank's shard. `unshard` gathers the full values into one buffer, and
@@ -138,7 +137,7 @@ class FlatParamHandle(ShardedParams):
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
         self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
         self.initial = InitialValues(self.guard)
-        step_hooks.keep_for(self)
+        step_hooks.keep_for(self, has_owned=self.has_owned)
         self.is_attached = False
         self.on_gradient: GradientHook | None = None
 
@@ -165,15 +164,15 @@ class FlatParamHandle(ShardedParams):
         """The unit's name, for messages."""
         return self.label.name
 
+    @property
+    def has_owned(self) -> bool:
+        """Whether one of several ranks owns each parameter."""
+        return self.is_sharded and bool(self.layout.owners)
+
     def labels(self) -> list[ParamLabel]:
         """Return the labels of the parameters, and of the flat parameter if there is one."""
         flat = self.shown.flat
         return [each.label for each in (self.entries if flat is None else [*self.entries, flat])]
-
-    def trained_shards(self) -> list[FlatShard]:
-        """Return the sharded parameters; none if frozen, or shown as one flat parameter."""
-        is_trained = self.requires_grad and not self.shown.shows_flat
-        return [entry.sharded for entry in self.entries] if is_trained else []
 
     def describe_entries(self, options: str) -> list[str]:
         """Return a line for each parameter with all that the ranks must agree on."""

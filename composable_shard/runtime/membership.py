@@ -32,7 +32,6 @@ from composable_shard.runtime.tree import (
     raise_unmanaged,
 )
 from composable_shard.runtime.unit import ShardState, TreeContext, trees
-from composable_shard.tensor import join_tree
 
 
 def share_context(modules: list[nn.Module]) -> TreeContext:
@@ -48,8 +47,8 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
         state.context = context
     for old, own in before.items():
         old.give_up(own)
-    if any(handle.layout.owners for handle in handles):
-        join_tree(handles)
+    if any(handle.has_owned for handle in handles):
+        _note_owned(handles)
     return context
 
 
@@ -117,6 +116,12 @@ def _join(context: TreeContext, other: TreeContext) -> TreeContext:
         return other
     context.take_over(other)
     handles = context.live_handles()
-    if any(handle.layout.owners for handle in handles):
-        join_tree(handles)
+    if any(handle.has_owned for handle in handles):
+        _note_owned(handles)
     return context
+
+
+def _note_owned(handles: Sequence[FlatParamHandle]) -> None:
+    """Let each gradient of a tree know that others are on their owner alone."""
+    for label in [label for handle in handles for label in handle.labels()]:
+        label.note_owned()

@@ -18,10 +18,8 @@ from composable_shard.tensor.flat_shard import (
 )
 from composable_shard.tensor.gradient_rules import (
     NeverStepped,
-    ShardedParams,
     Slices,
     group_slices,
-    join_tree,
     step_hooks,
     total_norms,
 )

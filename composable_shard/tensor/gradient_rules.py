@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,6 @@ from torch.optim.optimizer import (
 )
 
 from composable_shard.comm import all_reduce, resolve_group
-from composable_shard.layout import FlatLayout
 from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.operands import describe_operands, note_write, unsupported
 from composable_shard.tensor.reduction_rules import (
@@ -48,31 +45,12 @@ from composable_shard.tensor.reduction_rules import (
     wide,
 )
 from composable_shard.tensor.rule_table import Rule
-from composable_shard.tensor.shard_spec import ParamLabel
 from composable_shard.tensor.write_guard import compared, running
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     OpOverload,
     foreach_norm,
 )
-
-
-class ShardedParams(ABC):
-    """The part of a handle that the rules use.
-
-    Attributes:
-        layout: The layout, with the owners of whole parameters.
-    """
-
-    layout: FlatLayout
-
-    @abstractmethod
-    def labels(self) -> list[ParamLabel]:
-        """Return the labels of the parameters, and of the flat parameter if there is one."""
-
-    @abstractmethod
-    def trained_shards(self) -> list[FlatShard]:
-        """Return the sharded parameters; none if frozen, or shown as one flat parameter."""
 
 
 class _StepHooks:
@@ -85,14 +63,14 @@ class _StepHooks:
         self.check: Callable[[Optimizer], Any] = bool
         self.num_handles = self.num_owned = 0
 
-    def keep_for(self, handle: ShardedParams) -> None:
-        """Keep the hooks for as long as the handle lives."""
+    def keep_for(self, handle: object, *, has_owned: bool) -> None:
+        """Keep the hooks for as long as a handle lives, which may have owned parameters."""
         if not self._hooks:
             self._hooks.append(register_optimizer_step_pre_hook(_begin_step))
             self._hooks.append(register_optimizer_step_post_hook(_end_step))
         self.num_handles += 1
-        self.num_owned += _has_owned(handle)
-        weakref.finalize(handle, self._release, _has_owned(handle)).atexit = False
+        self.num_owned += has_owned
+        weakref.finalize(handle, self._release, has_owned).atexit = False
 
     def check_steps(
         self, trees: Iterable[Any], waits: Callable[[Any], Any], check: Callable[[Optimizer], None]
@@ -111,35 +89,6 @@ class _StepHooks:
 
 
 step_hooks = _StepHooks()
-
-
-def join_tree(handles: Iterable[ShardedParams]) -> None:
-    """Make the owned parameters of a tree known to the gradients of all its handles.
-
-    The gradients' labels refer to the handles. A deep copy shares labels with the original, so
-    trees that have a label in common are treated as one.
-    """
-    handles = list(handles)
-    labels = [label for handle in handles for label in handle.labels()]
-    owned = WeakSet(handle for handle in handles if _has_owned(handle))
-    for label in labels:
-        owned.update(label.owned or ())
-    for label in labels:
-        label.owned = owned
-
-
-def _has_owned(handle: ShardedParams) -> bool:
-    return bool(handle.layout.owners) and handle.layout.world_size > 1
-
-
-def _trainable_owned(shards: Iterable[FlatShard]) -> Iterator[FlatShard]:
-    """Yield the trainable owned parameters of the trees that the shards belong to.
-
-    They are the same on all ranks, even if the ranks have different gradients.
-    """
-    trees = {id(owned): owned for x in shards if (owned := x._shard_spec.label.owned)}
-    for handle in {handle for owned in trees.values() for handle in owned}:
-        yield from handle.trained_shards()
 
 
 class NeverStepped:
@@ -230,7 +179,12 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     shards = [item for item in args[0] if isinstance(item, FlatShard)]
     if order <= 0:
         raise unsupported(func, args)
-    _check_all_ranks_have_them(shards)
+    _check_all_ranks_have_them(
+        shards,
+        "torch takes the norms of",
+        "Clip gradients with composable_shard.clip_grad_norm_ in place of torch.nn.utils'; take "
+        "norms of other tensors one by one, x.norm(), or of x.to_local().",
+    )
     norms = norms_of(shards, order, dtype)
     norms[0] = norms[0].as_subclass(WholeNorm)
     found = iter(norms)
@@ -242,19 +196,15 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     ]
 
 
-def _check_all_ranks_have_them(shards: Sequence[FlatShard]) -> None:
-    """Check that all ranks can pass the same list of gradients.
-
-    If gradients of the tree are on their owner alone, every rank whose list has any of it raises.
-    """
-    names = sorted(param._shard_spec.label.fqn for param in _trainable_owned(shards))
-    if names:
-        raise RuntimeError(
-            "the norms of a list of tensors are taken by all ranks together, and the gradient of "
-            f"parameter '{names[0]}' (granularity=\"param\") is on its owner alone. Clip gradients "
-            "with composable_shard.clip_grad_norm_ in place of torch.nn.utils'; take norms of "
-            "other tensors one by one, x.norm(), or of x.to_local()."
-        )
+def _check_all_ranks_have_them(shards: Iterable[FlatShard], what: str, remedy: str) -> None:
+    """Check that all ranks can pass the same list of gradients; all that have one of it raise."""
+    for shard in shards:
+        if shard._shard_spec.label.is_among_owned:
+            raise RuntimeError(
+                f"{what} a list of tensors on all ranks together, and parameters of the model of "
+                f"'{shard._shard_spec.label}' have granularity=\"param\": the gradient of each is "
+                f"on one rank alone. {remedy}"
+            )
 
 
 def norms_of(
@@ -352,39 +302,18 @@ def _unscale(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Unscale gradients for GradScaler; all ranks learn whether any of them found an inf or NaN."""
     grads, found_inf, inverse_scale = args
     shards = [grad for grad in grads if isinstance(grad, FlatShard)]
-    _check_all_ranks_check(shards)
+    _check_all_ranks_have_them(
+        shards,
+        "torch's GradScaler looks for infs and NaNs in",
+        "Use composable_shard.ShardedGradScaler in its place.",
+    )
     for shard in shards:
         note_write(shard)
     locals_ = [grad._local if isinstance(grad, FlatShard) else grad for grad in grads]
     func(locals_, found_inf, inverse_scale)
-    names = {
-        name: None
-        for shard in shards
-        if shard._shard_spec.owner is None
-        for name in reduction_groups(shard._shard_spec)
-    }
+    names = {name: None for shard in shards for name in reduction_groups(shard._shard_spec)}
     for name in names:
         all_reduce(found_inf, resolve_group(name), dist.ReduceOp.MAX).wait()
-
-
-def _check_all_ranks_check(shards: Sequence[FlatShard]) -> None:
-    """Check that the list has gradients that carry the flags of owned ones to all ranks."""
-    reached = {
-        (reduction_groups(shard._shard_spec), shard.dtype)
-        for shard in shards
-        if shard._shard_spec.owner is None
-    }
-    missing = sorted(
-        param._shard_spec.label.fqn
-        for param in _trainable_owned(shards)
-        if (reduction_groups(param._shard_spec), param.dtype) not in reached
-    )
-    if missing:
-        raise RuntimeError(
-            f"the gradient of parameter '{missing[0]}' (granularity=\"param\") is on its owner "
-            "alone, and torch's GradScaler would look for infs and NaNs on some ranks only. Use "
-            "composable_shard.ShardedGradScaler in its place."
-        )
 
 
 RULES: dict[OpOverload, Rule] = {

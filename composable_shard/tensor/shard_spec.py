@@ -10,7 +10,6 @@ boxes of a parameter of a tensor-parallel mesh are in the coordinates of the log
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
@@ -79,26 +78,25 @@ class UnitLabel:
 
 
 class ParamLabel:
-    """The name of a parameter in messages, and the tree that its unit belongs to.
+    """The name of a parameter in messages.
 
     Mutable on purpose: an inner unit learns its full name only when an outer one is sharded. A
     parameter, its gradients and its optimizer state share one label.
     """
 
-    __slots__ = ("fqn", "owned")
+    __slots__ = ("fqn", "is_among_owned")
 
-    def __init__(self, fqn: str, owned: weakref.WeakSet[Any] | None = None) -> None:
+    def __init__(self, fqn: str, is_among_owned: bool = False) -> None:
         self.fqn = fqn
-        # The handles of the tree that have owned parameters; None before it is known
-        self.owned = owned
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Leave out the tree, which exists in this process only."""
-        return ParamLabel, (self.fqn,)
+        self.is_among_owned = is_among_owned
 
     def rename(self, fqn: str) -> None:
         """Take another name."""
         self.fqn = fqn
+
+    def note_owned(self) -> None:
+        """Note that one rank owns some parameters of its tree."""
+        self.is_among_owned = True
 
     def refuse_gradient_node(self) -> NoReturn:
         """Raise: no graph reaches a node that accumulates the gradient."""
@@ -468,7 +466,7 @@ def flat_spec(specs: Sequence[ShardSpec], name: str) -> ShardSpec:
         rank=first.rank,
         group_name=first.group_name,
         tensor_parallel=tensor_parallel,
-        label=ParamLabel(name, first.label.owned),
+        label=ParamLabel(name, first.label.is_among_owned),
         is_split=first.is_split,
     )
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from composable_shard import (
     FlatShard,
+    ShardedGradScaler,
     ShardingStrategy,
     clip_grad_norm_,
     find_checkpoint,
@@ -52,7 +53,7 @@ class _Run:
         shard_blocks(self.model[0], **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.3)
-        self.scaler = torch.amp.GradScaler(device().type, init_scale=64.0, growth_interval=3)
+        self.scaler = ShardedGradScaler(device().type, init_scale=64.0, growth_interval=3)
         self.step = 0
 
     def train(self, num_steps: int) -> list[float]:

@@ -100,8 +100,8 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 20_044,
-    "lines of all": 29_549,
+    "lines of the core": 19_973,
+    "lines of all": 29_478,
     "quick start: statements": 4_017,
 }
 
