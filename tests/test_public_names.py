@@ -70,7 +70,6 @@ BELOW = {
     "comm": [
         "CommHook",
         "ReductionStage",
-        "log_events",
     ],
     "huggingface": [
         "Joined",

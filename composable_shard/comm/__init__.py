@@ -51,12 +51,11 @@ from composable_shard.comm.order import (
     note_setting,
 )
 from composable_shard.comm.step_digest import FlagReduction, Proposal, StepFacts
-from composable_shard.comm.trace import count_collectives, log_events
+from composable_shard.comm.trace import count_collectives
 from composable_shard.comm.watch import fail
 from composable_shard.torch_private import resolve_group
 
 __all__ = [
     "CommHook",
     "ReductionStage",
-    "log_events",
 ]

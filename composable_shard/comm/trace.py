@@ -1,11 +1,10 @@
-"""A log of events for tests, benchmarks and `logging`; costs one check when nobody observes.
+"""A log of events for tests and benchmarks; costs one check when nobody observes.
 
 Each call of a tree looks for a profiler, see `flat_param.observers`.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,19 +29,6 @@ class Event(NamedTuple):
 logs: list[list[Event]] = []  # one for each open `trace_events` block; usually none
 
 
-class _LoggedEvents(list[Event]):
-    """Writes events to a logger instead of keeping them."""
-
-    def __init__(self, logger: logging.Logger) -> None:
-        super().__init__()
-        self._logger = logger
-
-    def append(self, event: Event) -> None:
-        kind, name, nbytes = event
-        shown = f"group {name} ({nbytes} bytes)" if kind in _KINDS else name
-        self._logger.debug("%s %s", kind, shown)
-
-
 class Profiling:
     """Whether a profiler runs."""
 
@@ -59,24 +45,6 @@ class Profiling:
 
 
 profiling = Profiling()
-
-
-@contextmanager
-def log_events(logger: logging.Logger | None = None) -> Iterator[None]:
-    """Write the events of the enclosed block to a logger, at level DEBUG, one line each.
-
-    Events are gathers, reductions, waits and frees, with the unit's name, and each collective with
-    its bytes.
-
-    Args:
-        logger: Default: `composable_shard.events`.
-    """
-    log = _LoggedEvents(logger or logging.getLogger("composable_shard.events"))
-    logs.append(log)
-    try:
-        yield
-    finally:
-        logs[:] = [other for other in logs if other is not log]
 
 
 def record(kind: str, name: str, nbytes: int = 0) -> None:

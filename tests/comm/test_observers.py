@@ -1,15 +1,13 @@
-"""What profilers and loggers see of a step, and that nobody pays for it otherwise."""
+"""What profilers see of a step, and that nobody pays for it otherwise."""
 
 from __future__ import annotations
-
-import logging
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from composable_shard import ShardingStrategy
-from composable_shard.comm import count_collectives, devices, log_events, trace
+from composable_shard.comm import count_collectives, devices
 from composable_shard.flat_param.full_values import FullValues
 from tests.harness.helpers import distributed
 from tests.programs.models import loss_of, make_net
@@ -38,30 +36,6 @@ def test_profiles_have_ranges_with_names(strategy: str) -> None:
     with torch.no_grad():
         loss_of(model, 2)
     assert FullValues.gather is plain
-
-
-@distributed(2)
-def test_a_logger_sees_events() -> None:
-    """At level DEBUG, one line each; none is kept."""
-    model = make_net(1)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("composable_shard.events")
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    with log_events():
-        loss_of(model, 0).backward()
-        assert [len(log) for log in trace.logs] == [0]
-    assert {"issue_gather blocks.0", "compute blocks.0", "issue_reduce blocks.0"} <= set(lines)
-    assert {line.split(" (")[0] for line in lines if line.endswith(" bytes)")} >= {
-        f"reduce_scatter group {model.blocks[0].up.weight._shard_spec.group_name}"
-    }
-    lines.clear()
-    loss_of(model, 1).backward()
-    assert (lines, trace.logs) == ([], [])
-    logger.setLevel(logging.NOTSET)
-    logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("by_messages", [True, False])

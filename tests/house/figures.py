@@ -100,8 +100,8 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 19_973,
-    "lines of all": 29_478,
+    "lines of the core": 19_940,
+    "lines of all": 29_445,
     "quick start: statements": 4_017,
 }
 
