@@ -90,13 +90,12 @@ def _new_group(original: Original, options: UnitOptions) -> tuple[object, Group]
     """Return the key that a handle's parameters share, and an empty group for them."""
     param, tensor_parallel = original.param, original.tensor_parallel
     mesh = None if tensor_parallel is None else tensor_parallel[0]
-    placements = None if options.use_orig_params or mesh is None else tensor_parallel
     precision = Precision.of(options.mp_policy, param.dtype, is_kept=original.is_kept)
     if original.extension is not None:
         precision = replace(precision, extension=original.extension)
     main_dtype = precision.main_dtype or param.dtype
     is_owned = original.is_owned
-    kind = (main_dtype, precision, param.requires_grad, mesh, placements, is_owned)
+    kind = (main_dtype, precision, param.requires_grad, mesh, is_owned)
     return kind, (precision, [])
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement
 from torch.nn.parameter import UninitializedParameter
 
 from composable_shard.comm import ShardGroup
@@ -41,7 +41,7 @@ from composable_shard.runtime import (
     managed_params,
     read_state,
 )
-from composable_shard.tensor import FlatShard
+from composable_shard.tensor import FlatShard, refuse_flat_dtensors
 from composable_shard.torch_private import (
     buffers_of,
     parameters_of,
@@ -356,26 +356,7 @@ def _check_can_be_flat(plan: Plan) -> None:
             "never run with use_orig_params=False: only the flat parameter gets a gradient. "
             "Register them on it after fully_shard, or pass use_orig_params=True."
         )
-    uneven = [original.fqn for original in plan.originals if _is_uneven(original)]
-    if uneven:
-        raise RuntimeError(
-            f"the parameters {uneven} lie unevenly on their tensor-parallel mesh, so they can't be "
-            "part of a flat parameter. Pass use_orig_params=True."
-        )
-
-
-def _is_uneven(original: Original) -> bool:
-    """Return whether ranks of a tensor-parallel mesh have parts of different sizes."""
-    if original.tensor_parallel is None:
-        return False
-    mesh, placements = original.tensor_parallel
-    sizes = list(original.param.shape)
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            if sizes[placement.dim] % mesh.size(axis):
-                return True
-            sizes[placement.dim] //= mesh.size(axis)
-    return False
+    refuse_flat_dtensors([original.fqn for original in plan.originals if original.tensor_parallel])
 
 
 def _values_of(param: nn.Parameter) -> Tensor:

@@ -47,6 +47,7 @@ from composable_shard.tensor.shard_spec import (
     UnitLabel,
     cloned,
     flat_spec,
+    refuse_flat_dtensors,
     user_attributes,
 )
 from composable_shard.tensor.write_guard import WriteGuard, compared

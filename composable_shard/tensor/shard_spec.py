@@ -444,41 +444,24 @@ def _chunks(spec: ShardSpec) -> list[tuple[ChunkStorageMetadata, Box]]:
 def flat_spec(specs: Sequence[ShardSpec], name: str) -> ShardSpec:
     """Return the spec of the flat parameter that holds parameters of these specs, of one layout."""
     first, layout = specs[0], specs[0].layout
-    shape, tensor_parallel = torch.Size([layout.end]), first.tensor_parallel
-    if tensor_parallel is not None:
-        mesh, placements = tensor_parallel
-        numel, placements = _flat_placement(layout.end, mesh, placements)
-        shape, tensor_parallel = torch.Size([numel]), (mesh, placements)
-    total = sum(spec.shape.numel() for spec in specs)
-    is_even = total * layout.end == sum(layout.numels) * shape.numel()
-    if len({spec.tensor_parallel for spec in specs}) > 1 or not is_even:
-        raise RuntimeError(
-            f"the parameters {[spec.label.fqn for spec in specs]} lie on their tensor-parallel "
-            "mesh in different ways, or unevenly, so they can't be one flat parameter. Pass "
-            "use_orig_params=True, or make them units of their own."
-        )
+    refuse_flat_dtensors([spec.label.fqn for spec in specs if spec.tensor_parallel])
     return ShardSpec(
-        shape=shape,
+        shape=torch.Size([layout.end]),
         dense_shape=torch.Size([layout.end]),
         dense_stride=(1,),
         layout=layout,
         index=None,
         rank=first.rank,
         group_name=first.group_name,
-        tensor_parallel=tensor_parallel,
         label=ParamLabel(name, first.label.is_among_owned),
         is_split=first.is_split,
     )
 
 
-def _flat_placement(
-    numel: int, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> tuple[int, tuple[Placement, ...]]:
-    """Return the elements of a mesh's flat parameters together, and how they lie on the mesh."""
-    flat: list[Placement] = []
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            numel *= mesh.size(axis)
-            placement = Shard(0)
-        flat.append(placement)
-    return numel, tuple(flat)
+def refuse_flat_dtensors(fqns: Sequence[str]) -> None:
+    """Raise if any parameters are those of a tensor-parallel mesh."""
+    if fqns:
+        raise RuntimeError(
+            f"the parameters {list(fqns)} are DTensors of a tensor-parallel mesh, so they can't be "
+            "part of one flat parameter. Pass use_orig_params=True."
+        )

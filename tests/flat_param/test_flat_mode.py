@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -42,9 +42,6 @@ from composable_shard.tensor import reduced_gradient
 from tests.construct.test_composition import (
     CHECKPOINTED,
     _make_reentrant,
-    _parallelize,
-    _sequences,
-    _TensorParallelNet,
 )
 from tests.construct.test_fully_shard import _no_collector
 from tests.harness.helpers import assert_equal, distributed, peak_bytes, still_alive
@@ -537,49 +534,14 @@ def test_zero_grad_and_none() -> None:
 
 
 @distributed(2)
-def test_flat_parameters_of_dtensors_have_the_norms_of_the_originals() -> None:
-    """Replicated parameters count once; values, gradients and clipped steps agree."""
-    _check_tensor_parallel(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
-
-
-@distributed(4)
-def test_flat_parameters_of_dtensors_on_two_axes() -> None:
-    """The same, sharded over data-parallel ranks as well."""
-    _check_tensor_parallel(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
-
-
-def _check_tensor_parallel(mesh: DeviceMesh) -> None:
-    models = []
-    for use_orig_params in (True, False):
-        torch.manual_seed(0)
-        model = _TensorParallelNet()
-        _parallelize(model, mesh["tp"])
-        shard_blocks(model, mesh=mesh["dp"], use_orig_params=use_orig_params)
-        models.append(model)
-    assert len(list(models[1].parameters())) == 1 + 2 * 3  # replicated, cut by row, cut by column
-    optimizers = [optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for step in range(2):
-        losses, norms = [], []
-        for model, optimizer in zip(models, optimizers, strict=True):
-            loss = model(_sequences(mesh["dp"].get_local_rank(), step)).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-            norms += [clip_grad_norm_(model, float("inf"), p) for p in (1.0, 2.0, float("inf"))]
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_equal(losses[1], losses[0])
-        torch.testing.assert_close(norms[3:], norms[:3], rtol=1e-5, atol=0)
-
-
-@distributed(2)
-def test_uneven_dtensors_are_refused_before_anything_changes() -> None:
-    """One flat parameter would lie unevenly on the mesh; the other mode then works."""
+def test_dtensors_are_refused_before_anything_changes() -> None:
+    """Each rank would have another flat parameter; the other mode then works."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Linear(4, 3, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp"], [Shard(0)]))
     text = (
-        "the parameters ['weight'] lie unevenly on their tensor-parallel mesh, so they can't be "
-        "part of a flat parameter. Pass use_orig_params=True."
+        "the parameters ['weight'] are DTensors of a tensor-parallel mesh, so they can't be part "
+        "of one flat parameter. Pass use_orig_params=True."
     )
     with pytest.raises(RuntimeError) as caught:
         fully_shard(model, mesh=mesh["dp"], use_orig_params=False)
@@ -593,6 +555,10 @@ def test_uneven_dtensors_are_refused_before_anything_changes() -> None:
         assert not is_sharded(whole[0])
     fully_shard(model, mesh=mesh["dp"])
     assert isinstance(model.weight, FlatShard)
+    with pytest.raises(RuntimeError) as caught:
+        register_flat_param(model)
+    assert str(caught.value) == text
+    assert names(model) == ["weight"]
 
 
 # --- what is shown ---

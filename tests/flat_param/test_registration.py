@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.free_group import free_world
 from composable_shard import (
@@ -614,31 +612,6 @@ def test_attribute_of_that_name_is_refused(kind: str) -> None:
         register_flat_param(model)
     register_orig_params(model)
     assert names(model) == shown
-
-
-@distributed(2)
-def test_parameters_that_lie_differently_on_a_mesh_are_refused() -> None:
-    """One handle with several placements has no flat parameter; with the flag it gets several."""
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    models = []
-    for use_orig_params in (True, False):
-        model = nn.Linear(4, 6)
-        for name, placement in (("weight", Shard(0)), ("bias", Replicate())):
-            value = getattr(model, name).detach()
-            param = nn.Parameter(distribute_tensor(value, mesh["tp"], [placement]))
-            setattr(model, name, param)
-        models.append(fully_shard(model, mesh=mesh["dp"], use_orig_params=use_orig_params))
-    with pytest.raises(RuntimeError) as caught:
-        register_flat_param(models[0])
-    assert str(caught.value) == (
-        "the parameters ['weight', 'bias'] lie on their tensor-parallel mesh in different ways, or "
-        "unevenly, so they can't be one flat parameter. Pass use_orig_params=True, or make them "
-        "units of their own."
-    )
-    assert names(models[0]) == ["weight", "bias"]
-    assert names(models[1]) == ["_flat_param", "_flat_param_1"]
-    register_orig_params(models[1])
-    assert names(models[1]) == ["weight", "bias"]
 
 
 @distributed(2)

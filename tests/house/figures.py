@@ -100,9 +100,9 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 19_940,
-    "lines of all": 29_445,
-    "quick start: statements": 4_017,
+    "lines of the core": 19_904,
+    "lines of all": 29_409,
+    "quick start: statements": 4_016,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name

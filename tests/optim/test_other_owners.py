@@ -52,7 +52,7 @@ from tests.programs.models import (
         ("FULL_SHARD", True, False, 2.0),
         ("SHARD_GRAD_OP", False, False, math.inf),
         ("SHARD_OPTIM", True, True, 1.0),
-        ("NO_SHARD", False, True, 2.0),
+        ("NO_SHARD", True, True, 2.0),
     ],
 )
 @distributed(4)
