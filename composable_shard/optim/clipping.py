@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import note_setting
 from composable_shard.flat_param import FlatParamHandle, UnshardedParameter, handle_of
-from composable_shard.optim.other_owners import OtherOwners, combine, split_by_owners
+from composable_shard.optim.other_owners import OtherOwners, split_by_owners
 from composable_shard.runtime import check_whole
 from composable_shard.tensor import (
     FlatShard,
     Slices,
+    combine,
     group_slices,
     note_write,
     total_norms,

@@ -16,7 +16,6 @@ ranks own other parameters in place of a unit, that is an error.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -26,11 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable_shard.flat_param import FlatParamHandle, handle_of
-from composable_shard.tensor import (
-    FlatShard,
-    max_over,
-    sum_over,
-)
+from composable_shard.tensor import FlatShard
 
 Owners = dist.ProcessGroup | DeviceMesh
 OtherOwners = Owners | tuple[nn.Module | Iterable[nn.Module | Tensor], Owners]
@@ -90,17 +85,6 @@ def split_by_owners(params: list[Tensor], groups: Sequence[OtherOwners]) -> Owne
         _check_sharing(params, handles, taken)
     device = params[0].device if params else torch.device("cpu")
     return OwnedParams([(shared, ()), *parts], tuple(overall.values()), device, handles)
-
-
-def combine(norm: Tensor, order: float, groups: tuple[str, ...]) -> Tensor:
-    """Return the norm of the norms of all ranks of these groups, in float64.
-
-    One all-reduce of one element for each of them.
-    """
-    if math.isinf(order):
-        return max_over(norm.double(), groups)
-    total = sum_over(norm.double() ** order, groups)
-    return total ** (1.0 / order)
 
 
 def _add(overall: dict[tuple[int, ...], str], group: dist.ProcessGroup) -> None:

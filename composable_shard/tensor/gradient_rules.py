@@ -139,11 +139,6 @@ def _note_owned_writes(optimizer: Optimizer) -> None:
 aten = torch.ops.aten
 
 
-def _exact(device: torch.device) -> torch.dtype:
-    """Return the dtype in which the ranks' norms are combined."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 def _norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     shard = shard_of(func, args)
     name = "ord" if func is aten.linalg_vector_norm.default else "p"
@@ -272,22 +267,27 @@ def total_norms(slices: Slices, order: float) -> list[Tensor]:
     for (groups, device), locals_ in slices.items():
         norms = _local_norms(locals_, order)
         values = torch.stack(norms) if norms else torch.zeros(1, device=device)
-        values = values.to(_exact(device))
-        if math.isinf(order):
-            found.append(max_over(values.max(), groups))
-        else:
-            found.append(sum_over((values**order).sum(), groups) ** (1.0 / order))
+        found.append(combine(torch.linalg.vector_norm(values.double(), order), order, groups))
     return found
+
+
+def combine(norms: Tensor, order: float, groups: tuple[str, ...]) -> Tensor:
+    """Return the norm of each norm here and those on the other ranks of these groups, in float64.
+
+    One all-reduce for each group.
+    """
+    norms = norms.double()
+    if math.isinf(order):
+        return max_over(norms, groups)
+    return sum_over(norms**order, groups) ** (1.0 / order)
 
 
 def _combined_norms(locals_: list[Tensor], order: float, groups: tuple[str, ...]) -> list[Tensor]:
     device, norms = locals_[0].device, iter(_local_norms(locals_, order))
     # An empty slice has norm 0, written by the device so that the host does not wait.
-    nothing = torch.zeros((), dtype=_exact(device), device=device)
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
     values = torch.stack([next(norms).to(nothing) if x.numel() else nothing for x in locals_])
-    if math.isinf(order):
-        return list(max_over(values, groups).unbind())
-    return list((sum_over(values**order, groups) ** (1.0 / order)).unbind())
+    return list(combine(values, order, groups).unbind())
 
 
 def _local_norms(locals_: list[Tensor], order: float) -> list[Tensor]:

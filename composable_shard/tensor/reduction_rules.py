@@ -69,10 +69,6 @@ def max_over(values: Tensor, groups: tuple[str, ...]) -> Tensor:
     """Return the maximum over the ranks; NaN on any rank gives NaN, as `torch.max` does."""
     if not groups:
         return values
-    if not values.is_floating_point():
-        for name in groups:
-            all_reduce(values, resolve_group(name), _MAX).wait()
-        return values
     # Backends compare with std::max or the like, which may lose a NaN: it travels as a flag.
     is_nan = values.isnan()
     payload = torch.stack([values.masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)])
