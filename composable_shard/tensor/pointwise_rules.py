@@ -18,6 +18,7 @@ from composable_shard.tensor.operands import (
     note_write,
     plain_scalar,
     schema_arguments,
+    slice_given,
     unsupported,
     write_to_plain,
 )
@@ -205,22 +206,12 @@ def copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         check_same_spec(func, spec, source._shard_spec)
         local = source._local
     else:
-        local = slice_of(func, source, spec)
+        if not isinstance(source, DTensor) and source.shape != spec.dense_shape:
+            source = source.expand(spec.shape)
+        local = slice_given(source, spec)
     note_write(target)
     target._local.copy_(local, *others)
     return target
-
-
-def slice_of(func: OpOverload, full: Tensor, spec: ShardSpec) -> Tensor:
-    """Return this rank's slice of a plain tensor that broadcasts to the logical shape."""
-    if isinstance(full, DTensor):
-        if spec.tensor_parallel != (full.device_mesh, tuple(full.placements)):
-            raise unsupported(func, (full,))
-        return spec.slice(full.to_local())
-    # A plain tensor for a parameter of a tensor-parallel mesh can only be the dense local part.
-    if spec.tensor_parallel is not None and full.dim() and full.shape != spec.dense_shape:
-        raise unsupported(func, (full,))
-    return spec.slice(full.expand(spec.dense_shape))
 
 
 def _new_filled(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -100,8 +100,8 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 19_886,
-    "lines of all": 29_391,
+    "lines of the core": 19_877,
+    "lines of all": 29_382,
     "quick start: statements": 4_016,
 }
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
 from composable_shard.comm.trace import count_collectives
@@ -121,6 +123,16 @@ def test_copy_takes_the_slice_of_a_plain_full_tensor() -> None:
     assert_equal(full(target.copy_(whole)), whole.float())
     assert_equal(full(target.copy_(torch.arange(15.0))), torch.arange(15.0).expand(7, 15))
     assert_equal(full(target.copy_(torch.tensor(2.0))), torch.full((7, 15), 2.0))
+
+
+@distributed(2)
+def test_copy_takes_a_dtensor_of_any_layout() -> None:
+    """One that lies otherwise is gathered, by all ranks."""
+    mesh, whole = init_device_mesh("cpu", (2,)), torch.randn(7, 15)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        target = shard(torch.zeros(7, 15))
+        target.copy_(distribute_tensor(whole, mesh, [placement]))
+        assert_equal(full(target), whole)
 
 
 @distributed(2)
