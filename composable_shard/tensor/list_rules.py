@@ -12,7 +12,6 @@ from composable_shard.tensor.flat_shard import (
     FlatShard,
     is_trainable,
     lead,
-    whole_of,
     wrap,
 )
 from composable_shard.tensor.operands import (
@@ -23,7 +22,7 @@ from composable_shard.tensor.operands import (
     unsupported,
     write_to_plain,
 )
-from composable_shard.tensor.rule_table import NeedsWhole, Rule
+from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import (
     OpOverload,
@@ -135,18 +134,10 @@ class _ListRule:
                 if not specs:
                     specs = own_specs
                 elif own_specs != specs:  # lists compare items by identity first
-                    self._raise_mismatch(func, specs, own_specs)
+                    # Torch says so where one list is longer.
+                    for spec, other in zip(specs, own_specs, strict=False):
+                        check_same_spec(func, spec, other)
         return operands, specs
-
-    def _raise_mismatch(
-        self, func: OpOverload, specs: list[ShardSpec], others: list[ShardSpec]
-    ) -> None:
-        if len(specs) != len(others):
-            raise RuntimeError(
-                f"{func.overloadpacket} got lists of {len(specs)} and {len(others)} tensors"
-            )
-        for spec, other in zip(specs, others, strict=True):
-            check_same_spec(func, spec, other)
 
     def _some_shards(
         self, func: OpOverload, args: tuple[Any, ...]
@@ -157,29 +148,12 @@ class _ListRule:
         specs: list[ShardSpec | None] = []
         for index in range(len(args[places[0]])):
             items = [args[place][index] for place in places]
-            shards = [item for item in items if isinstance(item, FlatShard)]
-            spec = shards[0]._shard_spec if shards else None
-            if shards:
-                items, spec = self._local_items(func, places, items, shards[0])
-            for place, item in zip(places, items, strict=True):
-                operands[place][index] = item
-            specs.append(spec)
+            shard = next((item for item in items if isinstance(item, FlatShard)), None)
+            if shard is not None:
+                for place, item in zip(places, items, strict=True):
+                    operands[place][index] = self._local_item(func, place, item, shard)
+            specs.append(None if shard is None else shard._shard_spec)
         return operands, specs
-
-    def _local_items(
-        self, func: OpOverload, places: list[int], items: list[Tensor], shard: FlatShard
-    ) -> tuple[list[Tensor], ShardSpec | None]:
-        """Return slices and the spec of results; or whole tensors, and None for plain results."""
-        try:
-            pairs = zip(places, items, strict=True)
-            locals_ = [self._local_item(func, place, item, shard) for place, item in pairs]
-        except NeedsWhole:
-            shards = [item for item in items if isinstance(item, FlatShard)]
-            if not all(each._shard_spec.is_whole for each in shards):
-                raise
-        else:
-            return locals_, shard._shard_spec
-        return [whole_of(item) if isinstance(item, FlatShard) else item for item in items], None
 
     def _local_item(self, func: OpOverload, place: int, item: Tensor, shard: FlatShard) -> Tensor:
         if isinstance(item, FlatShard):
