@@ -58,12 +58,18 @@ def note_write(shard: FlatShard) -> None:
         shard._guard.note_write(shard._shard_spec.label.fqn)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors among an op's arguments, those in lists too."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
+
+
+def shards_in(value: Any) -> list[FlatShard]:
+    """Return the shards among an op's arguments."""
+    return [each for each in tensors_in(value) if isinstance(each, FlatShard)]
 
 
 def _describe(tensor: Tensor) -> str:
@@ -77,21 +83,17 @@ def describe_operands(args: Iterable[Any]) -> str:
 
     Leaves out all that differs between ranks, because every rank must raise the same error.
     """
-    tensors = [tensor for arg in args for tensor in _tensors(arg)]
+    tensors = list(tensors_in(list(args)))
     return ", ".join(map(_describe, tensors[:4])) + (", ..." if len(tensors) > 4 else "")
-
-
-def _specs(args: Iterable[Any]) -> list[ShardSpec]:
-    return [item._shard_spec for item in _tensors(list(args)) if isinstance(item, FlatShard)]
 
 
 def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
     """Return the error for an op that has no meaning on one rank's slice."""
     args = list(args)
-    shards = [item for item in _tensors(args) if isinstance(item, FlatShard)]
+    shards = shards_in(args)
     has_param = any(item._guard is not None or is_trainable(item) for item in shards)
     what, remedy = ("parameter", WHOLE_NEEDED) if has_param else ("tensor", GRADIENTS)
-    return owner_error(func, _specs(args)) or NeedsWhole(
+    return owner_error(func, [each._shard_spec for each in shards]) or NeedsWhole(
         f"{func.overloadpacket} can't run on a sharded {what}, of which each rank holds only a "
         f"flat range: got {describe_operands(args)}.",
         remedy,
@@ -170,10 +172,9 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
 
 def write_to_plain(func: OpOverload, tensor: Any, args: Iterable[Any]) -> RuntimeError:
     """Return the error for an op that would write a slice's result into a plain tensor."""
-    args = list(args)
-    shards = [item for item in _tensors(args) if isinstance(item, FlatShard)]
+    shards = shards_in(list(args))
     shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
-    return owner_error(func, _specs(args)) or NeedsWhole(
+    return owner_error(func, [each._shard_spec for each in shards]) or NeedsWhole(
         f"{func.overloadpacket} would write a slice of the sharded parameter "
         f"{describe_operands(shards[:1])} into a {type(tensor).__name__} of shape {shape}.",
         INTO_PLAIN,

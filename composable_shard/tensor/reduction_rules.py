@@ -145,37 +145,33 @@ RULES: dict[OpOverload, Rule] = {
 }
 
 
-def _empty_flat(shard: FlatShard) -> Tensor:
-    return shard._local.new_empty(shard._shard_spec.numel)
-
-
-def _keep_slice(shard: FlatShard, flat: Tensor) -> None:
-    start, end = shard._shard_spec.local_range
-    shard._local.copy_(flat[start:end])
+def _drawn(
+    func: OpOverload, shard: FlatShard, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Tensor:
+    """Return this rank's slice of what an op draws, in memory for the whole tensor."""
+    spec = shard._shard_spec
+    drawn = func(spec.unflatten(shard._local.new_empty(spec.numel)), *args[1:], **kwargs)
+    return spec.slice(drawn.to_local() if isinstance(drawn, DTensor) else drawn)
 
 
 def _fill(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
-    """Run an in-place random fill on memory for the whole tensor."""
+    """Run an in-place random fill."""
     shard = args[0]
     if not isinstance(shard, FlatShard) or any(isinstance(arg, Tensor) for arg in args[1:]):
         raise unsupported(func, args)
     note_write(shard)
     if not shard._local.is_meta:
-        flat = _empty_flat(shard)
-        func(shard._shard_spec.unflatten(flat), *args[1:], **kwargs)
-        _keep_slice(shard, flat)
+        shard._local.copy_(_drawn(func, shard, args, kwargs))
     return shard
 
 
 def _draw_like(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
     """Run an out-of-place random draw in the shape of its first argument."""
     shard: FlatShard = args[0]
-    spec = shard._shard_spec
     if shard._local.is_meta:
-        return wrap(func(shard._local, *args[1:], **kwargs), spec)
-    drawn = func(spec.unflatten(_empty_flat(shard)), *args[1:], **kwargs)
-    dense = drawn.to_local() if isinstance(drawn, DTensor) else drawn
-    return wrap(spec.slice(dense).clone(), spec)  # a view would keep the whole tensor alive
+        return wrap(func(shard._local, *args[1:], **kwargs), shard._shard_spec)
+    # A view would keep the whole tensor alive.
+    return wrap(_drawn(func, shard, args, kwargs).clone(), shard._shard_spec)
 
 
 RULES |= {

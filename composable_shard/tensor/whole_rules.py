@@ -18,7 +18,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
-from composable_shard.tensor.operands import note_write, schema_arguments
+from composable_shard.tensor.operands import (
+    note_write,
+    schema_arguments,
+    shards_in,
+    tensors_in,
+)
 from composable_shard.tensor.reduction_rules import check_scope, is_alone
 from composable_shard.tensor.view_rules import Geometry, run_of
 from composable_shard.torch_private import (
@@ -26,7 +31,6 @@ from composable_shard.torch_private import (
     is_in_step,
     schema_of,
     storage_of,
-    tree_map_only,
 )
 
 # By name, of all overloads.
@@ -49,13 +53,13 @@ def on_gathered(
     if name not in _READS:
         return None
     operands = (args, tuple(kwargs.values()))
-    shards = list(_shards(operands))
+    shards = shards_in(operands)
     if any(shard._shard_spec.owner is not None for shard in shards):
         if is_in_step():
             return None  # runs on the owner alone
         if all(shard._guard is None for shard in shards):
             check_scope(func, shards[0])
-    is_mixed = len(shards) < len(list(_leaves(operands)))
+    is_mixed = len(shards) < len(list(tensors_in(operands)))
     if is_mixed or any(is_alone(shard._shard_spec) for shard in shards):
         return None
     return partial(_run_gathered, func, args, kwargs)
@@ -67,8 +71,8 @@ def _run_gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     def gather(shard: FlatShard) -> Tensor:
         return gathered.setdefault(id(shard), shard.gathered())
 
-    whole_args, options = tree_map_only(FlatShard, gather, (args, kwargs))
-    return func(*whole_args, **options)
+    options = {name: _replaced(value, gather) for name, value in kwargs.items()}
+    return func(*_replaced(args, gather), **options)
 
 
 def on_whole(
@@ -76,7 +80,7 @@ def on_whole(
 ) -> Callable[[], Any] | None:
     """Return a function that runs an op on whole tensors; None if this rank lacks any of them."""
     operands = (args, tuple(kwargs.values()))
-    shards = list(_shards(operands))
+    shards = shards_in(operands)
     if not all(shard._shard_spec.is_whole for shard in shards):
         return None
     for shard in shards if torch.is_grad_enabled() else ():
@@ -86,30 +90,20 @@ def on_whole(
     return partial(_run, func, args, kwargs)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    elif isinstance(value, Tensor):
-        yield value
-
-
-def _shards(value: Any) -> Iterator[FlatShard]:
-    if isinstance(value, FlatShard):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _shards(item)
-
-
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for shard in _written(func, args, kwargs):
         note_write(shard)
-    originals: dict[int, Tensor] = {}
-    whole_args = _unwrap(args, originals)
-    whole_kwargs = {name: _unwrap(value, originals) for name, value in kwargs.items()}
-    result = func(*whole_args, **whole_kwargs)
-    shards = list(_shards((args, tuple(kwargs.values()))))
+    originals: dict[int, Tensor] = {}  # the shard of each whole tensor
+
+    def view(shard: FlatShard) -> Tensor:
+        whole = whole_of(shard)
+        originals[id(whole)] = shard
+        return whole
+
+    options = {name: _replaced(value, view) for name, value in kwargs.items()}
+    whole_args = _replaced(args, view)
+    result = func(*whole_args, **options)
+    shards = shards_in((args, tuple(kwargs.values())))
     is_elementwise = torch.Tag.pointwise in func.tags
     if isinstance(result, list | tuple):
         return type(result)(_wrap(item, shards, originals, is_elementwise) for item in result)
@@ -122,17 +116,15 @@ def _written(
     for position, argument in enumerate(schema_arguments(func)):
         if argument.is_write:
             value = kwargs.get(argument.name)
-            yield from _shards(args[position] if position < len(args) else value)
+            yield from shards_in(args[position] if position < len(args) else value)
 
 
-def _unwrap(value: Any, originals: dict[int, Tensor]) -> Any:
-    """Replace shards by whole tensors, and remember the shard of each."""
+def _replaced(value: Any, by: Callable[[FlatShard], Tensor]) -> Any:
+    """Return an argument with whole tensors in place of shards."""
     if isinstance(value, FlatShard):
-        whole = whole_of(value)
-        originals[id(whole)] = value
-        return whole
+        return by(value)
     if isinstance(value, list | tuple):
-        return type(value)(_unwrap(item, originals) for item in value)
+        return type(value)(_replaced(item, by) for item in value)
     return value
 
 
