@@ -64,16 +64,17 @@ def split_by_owners(params: list[Tensor], groups: Sequence[OtherOwners]) -> Owne
     parts: list[tuple[list[Tensor], tuple[str, ...]]] = []
     taken: set[int] = set()
     for given in groups:
-        if not isinstance(given, tuple):
-            if _size_of(given) > 1:
-                _add(overall, _group_of(given))
+        wanted, owners = given if isinstance(given, tuple) else (None, given)
+        group = _group_of(owners)
+        if wanted is None:
+            if group.size() > 1:
+                _add(overall, group)
             continue
-        wanted, owners = given
         ids = _ids_of(wanted) - taken
         taken |= ids
-        if _size_of(owners) > 1:
+        if group.size() > 1:
             part = [param for param in params if id(param) in ids]
-            parts.append((part, (_group_of(owners).group_name,)))
+            parts.append((part, (group.group_name,)))
     named = {id(param) for part, _ in parts for param in part}
     shared = [param for param in params if id(param) not in named] if parts else params
     handles = handles_of(params)
@@ -94,20 +95,11 @@ def _add(overall: dict[tuple[int, ...], str], group: dist.ProcessGroup) -> None:
     overall[ranks] = min(overall.get(ranks, name), name)
 
 
-def _group_of(owners: Owners) -> dist.ProcessGroup:
-    if isinstance(owners, DeviceMesh):
-        if owners.ndim != 1:
-            raise ValueError(
-                f"expected a process group or a mesh of one axis in groups, got one of "
-                f"{owners.ndim} axes {owners.mesh_dim_names}. Pass each axis by itself."
-            )
+def _group_of(owners: object) -> dist.ProcessGroup:
+    if isinstance(owners, DeviceMesh) and owners.ndim == 1:
         owners = owners.get_group()
-    return owners
-
-
-def _size_of(owners: object) -> int:
-    if isinstance(owners, dist.ProcessGroup | DeviceMesh):
-        return int(owners.size())
+    if isinstance(owners, dist.ProcessGroup):
+        return owners
     raise ValueError(
         "expected groups to hold process groups, meshes of one axis, and pairs (modules or "
         f"parameters, group or mesh), got {owners!r}"
