@@ -371,10 +371,6 @@ class _HiddenShard(FlatShard):
         raise RuntimeError(f"parameter '{fqn}' has no gradient of its own: {self._reason}")
 
 
-class _HiddenShardOfDTensor(_HiddenShard, FlatShardOfDTensor):
-    """A hidden original parameter that was a DTensor."""
-
-
 for _name in DIRECT_OPS:  # direct ops would bypass the dispatcher
     setattr(_HiddenShard, _name, getattr(Tensor, _name))
 
@@ -388,17 +384,9 @@ class _HiddenFlat(_HiddenShard):
     )
 
 
-_HIDDEN: dict[type, type] = {
-    FlatShard: _HiddenShard,
-    FlatShardOfDTensor: _HiddenShardOfDTensor,
-}
-_SHOWN: dict[type, type] = {hidden: shown for shown, hidden in _HIDDEN.items()}
-_SHOWN[_HiddenFlat] = FlatShard
-
-
 def hide(param: FlatShard) -> None:
     """Make an original parameter, whose `.grad` is None, raise on access to its gradient."""
-    param.__class__ = _HIDDEN.get(type(param), type(param))
+    param.__class__ = _HiddenShard
 
 
 def hide_flat(param: FlatShard) -> None:
@@ -408,7 +396,8 @@ def hide_flat(param: FlatShard) -> None:
 
 def unhide(param: FlatShard) -> None:
     """Make a hidden parameter an ordinary FlatShard again."""
-    param.__class__ = _SHOWN.get(type(param), type(param))
+    if type(param) in (_HiddenShard, _HiddenFlat):
+        param.__class__ = FlatShard
 
 
 def set_requires_grad(param: FlatShard, flag: bool) -> None:
