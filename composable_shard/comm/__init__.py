@@ -7,11 +7,9 @@ them in lockstep. `hooks` replaces reductions, `trace` observes.
 
 from composable_shard.comm import collectives, trace
 from composable_shard.comm.agreement import (
-    UNITS,
     Ranks,
     all_bytes,
-    compare_lines,
-    raise_difference,
+    compare_units,
 )
 from composable_shard.comm.algorithms import AllGather, PendingReduction, ReduceScatter
 from composable_shard.comm.collectives import (

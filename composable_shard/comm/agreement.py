@@ -26,7 +26,7 @@ from composable_shard.comm.order import order_of
 
 # First, because a NotImplementedError is a RuntimeError too.
 _KINDS = (ValueError, NotImplementedError, RuntimeError)
-UNITS = "the comparison of the units"  # the identity that `compare_lines` may meet
+_UNITS = "the comparison of the units"
 _DIGEST_NBYTES = 31  # one more makes a message of 32
 
 
@@ -199,19 +199,31 @@ def raise_found(messages: list[Any], own: Exception | None) -> None:
     raise kind(next(iter(texts)) if is_everywhere else joined) from own
 
 
-def compare_lines(ranks: Ranks, lines: list[str]) -> None:
-    """Check that all ranks have the same lines, before they send the tensors that the lines
-    describe.
+def compare_units(
+    ranks: Ranks,
+    lines: list[str],
+    has_hooks: bool = False,
+    initial: Sequence[tuple[str, int | None]] = (),
+) -> bool:
+    """Check that all ranks describe their units in the same lines; return whether any has hooks.
 
-    One all-gather of 32 bytes for each process group, the same as in lazy init, because ranks that
-    send nothing here may have reached lazy init already.
+    One all-gather of 32 bytes for each process group, always the same one, because some ranks may
+    have reached lazy init when others are about to send tensors.
+
+    Args:
+        lines: One for each parameter.
+        has_hooks: Whether this rank has hooks on gradients.
+        initial: Names of parameters with checksums of their initial values, None for any.
     """
-    messages, _ = ranks.compare([lines, []], False, what=UNITS)
+    messages, has_hooks = ranks.compare([lines, initial], has_hooks, what=_UNITS)
     if len(messages) > 1:
-        raise_difference([each for each, _ in messages])
+        ranks.count_units_anew()
+        _raise_difference([lines for lines, _ in messages])
+        _raise_other_values([values for _, values in messages])
+    return has_hooks
 
 
-def raise_difference(all_lines: list[list[str]]) -> None:
+def _raise_difference(all_lines: list[list[str]]) -> None:
     """Raise if the ranks describe their units differently, naming the first difference.
 
     Each rank has one line for each parameter.
@@ -228,4 +240,22 @@ def raise_difference(all_lines: list[list[str]]) -> None:
                 "the ranks of one mesh must shard the same model in the same way; the "
                 f"first difference is at parameter {index}: {detail}. Build the model and call "
                 "fully_shard alike on every rank."
+            )
+
+
+def _raise_other_values(all_values: list[list[tuple[str, int | None]]]) -> None:
+    """Raise if checksums of a parameter differ between ranks; None matches any."""
+    for each in zip(*all_values, strict=False):
+        ranks: dict[int, list[int]] = {}
+        for rank, (_, checksum) in enumerate(each):
+            if checksum is not None:
+                ranks.setdefault(checksum, []).append(rank)
+        if len(ranks) > 1:
+            one, other = [same[0] for same in ranks.values()][:2]
+            raise RuntimeError(
+                f"ranks {one} and {other} had different initial values of "
+                f"parameter '{each[0][0]}' when fully_shard was called: each keeps a shard of its "
+                "own, so the model would be a mixture. Pass sync_module_states=True to take the "
+                "first rank's, seed all ranks alike before the model is built, or load the same "
+                "values on all. check_initial_values=False leaves out this comparison."
             )

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from composable_shard.comm import ShardGroup, compare_lines
+from composable_shard.comm import ShardGroup, compare_units
 from composable_shard.construct.plan import (
     FLAT_PARAM_NAME,
     Original,
@@ -135,7 +135,7 @@ def sync_states(plan: Plan, shard_group: ShardGroup) -> None:
         f"a buffer of shape {tuple(tensor.shape)} {tensor.dtype} is broadcast"
         for tensor in states_to_sync(plan)[len(lines) :]
     ]
-    compare_lines(shard_group.ranks, lines)
+    compare_units(shard_group.ranks, lines)
     for tensor in states_to_sync(plan):
         shard_group.ranks.copy_from_first(tensor)
 

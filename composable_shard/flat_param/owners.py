@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from composable_shard.comm import ShardGroup, compare_lines
+from composable_shard.comm import ShardGroup, compare_units
 from composable_shard.flat_param.full_values import FullValues
 from composable_shard.flat_param.gradients import in_layout
 from composable_shard.flat_param.handle import FlatParamHandle
@@ -191,4 +191,4 @@ def _compare_plans(planned: dict[FlatParamHandle, list[int]]) -> None:
             for handle in handles
             for entry, owner in zip(handle.entries, planned[handle], strict=True)
         ]
-        compare_lines(handles[0].shard_group.ranks, lines)
+        compare_units(handles[0].shard_group.ranks, lines)

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard.comm import (
-    UNITS,
     FlagReduction,
     Ranks,
     ShardGroup,
+    compare_units,
     exchange_always,
-    raise_difference,
 )
 from composable_shard.flat_param import FlatParamHandle, settle_owners
 from composable_shard.runtime.aborted import next_backward_id
@@ -241,7 +240,7 @@ def _check_agreement(states: list[ShardState], unmanaged: list[str], has_values:
         # Last: a difference in what the ranks have built says more.
         mesh.lines.extend(f"{h.label.text} of the units over these ranks" for h in mesh.handles)
         has_hooks = [handle.shown.has_gradient_hooks for handle in mesh.handles]
-        any_hooks = _compare_lines(mesh.ranks, mesh.lines, any(has_hooks), mesh.initial)
+        any_hooks = compare_units(mesh.ranks, mesh.lines, any(has_hooks), mesh.initial)
         mesh.note_number()
         if any_hooks:
             flags = FlagReduction(
@@ -305,21 +304,6 @@ class _Mesh:
             handle.label.note_call(number)
 
 
-def _compare_lines(
-    ranks: Ranks,
-    lines: list[str],
-    has_hooks: bool = False,
-    initial: Sequence[tuple[str, int | None]] = (),
-) -> bool:
-    """Compare descriptions and initial values; return whether any rank has hooks."""
-    messages, has_hooks = ranks.compare([lines, initial], has_hooks, what=UNITS)
-    if len(messages) > 1:
-        ranks.count_units_anew()
-        raise_difference([lines for lines, _ in messages])
-        _raise_other_values([values for _, values in messages])
-    return has_hooks
-
-
 def _compare_initial_values(states: list[ShardState]) -> None:
     """Compare initial values that have not been compared yet.
 
@@ -334,25 +318,7 @@ def _compare_initial_values(states: list[ShardState]) -> None:
         mesh = meshes.setdefault(group.joint_groups, _Mesh(group.ranks))
         mesh.initial.extend(handle.initial.take())
     for mesh in meshes.values():
-        _compare_lines(mesh.ranks, [], initial=mesh.initial)
-
-
-def _raise_other_values(all_values: list[list[tuple[str, int | None]]]) -> None:
-    """Raise if checksums of a parameter differ between ranks; None matches any."""
-    for each in zip(*all_values, strict=False):
-        ranks: dict[int, list[int]] = {}
-        for rank, (_, checksum) in enumerate(each):
-            if checksum is not None:
-                ranks.setdefault(checksum, []).append(rank)
-        if len(ranks) > 1:
-            one, other = [same[0] for same in ranks.values()][:2]
-            raise RuntimeError(
-                f"ranks {one} and {other} had different initial values of "
-                f"parameter '{each[0][0]}' when fully_shard was called: each keeps a shard of its "
-                "own, so the model would be a mixture. Pass sync_module_states=True to take the "
-                "first rank's, seed all ranks alike before the model is built, or load the same "
-                "values on all. check_initial_values=False leaves out this comparison."
-            )
+        compare_units(mesh.ranks, [], initial=mesh.initial)
 
 
 _MARK = "_composable_shard_empty_version"
