@@ -54,8 +54,8 @@ def _add_up(output: Tensor, terms: Tensor) -> None:
         output.copy_(terms[0])
     for term in terms[1:] if is_all else [terms]:
         # On CPU torch copies the term into the output's dtype: a small part at a time.
-        chunks = term.split(_CHUNK_NUMEL)
-        for own, chunk in zip(output.split(_CHUNK_NUMEL), chunks, strict=True):
+        size = _CHUNK_NUMEL if term.device.type == "cpu" else max(term.numel(), 1)
+        for own, chunk in zip(output.split(size), term.split(size), strict=True):
             own.add_(chunk)
 
 
