@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -181,21 +182,14 @@ class _ListRule:
                     guard.note_write(item._shard_spec.label.fqn)
 
 
-class _FunctionRules(dict[Any, _ListRule]):
-    """The list rules by torch's functions."""
-
-    def __missing__(self, function: Any) -> Any:
-        """Return the rule of a function of lists, by any overload; None for another function."""
-        name = getattr(function, "__name__", "")
-        if not name.startswith("_f") or getattr(VariableFunctions, name, None) is not function:
-            return None
-        packet = getattr(aten, name)
-        rule: Any = list_family(getattr(packet, packet.overloads()[0]))
-        self[function] = rule
-        return rule
-
-
-_FUNCTION_RULES = _FunctionRules()
+@cache
+def _rule_of(function: Any) -> Any:
+    """Return the rule of a function of torch, by any overload; None if it is none of lists."""
+    name = getattr(function, "__name__", "")
+    if not name.startswith("_f") or getattr(VariableFunctions, name, None) is not function:
+        return None
+    packet = getattr(aten, name)
+    return list_family(getattr(packet, packet.overloads()[0]))
 
 
 def run_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,5 +199,5 @@ def run_function(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or num_dispatch_modes():
         return NotImplemented
-    rule = _FUNCTION_RULES[function]
+    rule = _rule_of(function)
     return NotImplemented if rule is None else rule.run(function, args, kwargs)
