@@ -311,16 +311,16 @@ _numbers = itertools.count()
 
 def count_lines(name: str) -> int:
     """Return how many lines of the package a step of a program runs."""
-    return _count(name).num_lines
+    return _watched(name).num_lines
 
 
 def distinct_moments(name: str) -> list[int]:
     """Return when each line that a step of a program runs is run first and last."""
-    moments = _count(name).moments.values()
+    moments = _watched(name).moments.values()
     return sorted({when for each in moments for when in (each[0], each[-1])})
 
 
-def _count(name: str) -> Interrupter:
+def _watched(name: str) -> Interrupter:
     run = _InterruptedRun(PROGRAMS[name])
     if PROGRAMS[name].is_new:
         run.renew()
