@@ -55,7 +55,7 @@ from composable_shard.comm import (
     trace,
 )
 from composable_shard.flat_param.entries import zero_padding
-from composable_shard.flat_param.local_shard import LocalShard
+from composable_shard.flat_param.local_shard import LocalShard, checksum
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.unsharded import UnshardedParams
 from composable_shard.tensor import UnitLabel
@@ -342,13 +342,26 @@ class FullValues:
         """Whether no shard was written since the gather, except by `write_back`."""
         return self.is_whole or self.shard.guard.num_writes in (self.writes, self._written_back)
 
-    def write_back(self) -> None:
-        """Write this rank's part of the full values, which were edited, into the shard."""
+    def write_back(self, *, compares: bool = False) -> None:
+        """Write this rank's part of the full values, which were edited, into the shard.
+
+        With `compares` the next backward checks that all ranks had the same full values.
+        """
         self.wait()
         zero_padding(self.output, self.shard.layout)
         self.shard.write_edited(self.own_part, is_cast=self.is_cast)
-        self.shard.guard.count_write()
+        self.params.forget_edits()  # before the write, which locks a kept buffer
+        self.shard.guard.count_write(1 + int(checksum(self.output)) if compares else 0)
         self._written_back = self.shard.guard.num_writes
+
+    def keep_edits(self) -> bool:
+        """Write back what a forward has edited, return True; graphs of these values stay valid."""
+        self.params.check_can_write_back()
+        self.write_back(compares=True)
+        self.params.version_writes = self.shard.guard.num_writes
+        if self.is_whole:
+            self.wait()  # no gather will
+        return True
 
     # Gradients in the place of values
 

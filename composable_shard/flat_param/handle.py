@@ -419,13 +419,15 @@ class FlatParamHandle:
                         return True
         return False
 
-    def take_back(self, where: str) -> None:
+    def take_back(self, where: str, *, keeps: bool = False) -> bool:
         """Adopt or report changes of the full parameters, which modules stop showing.
 
-        `requires_grad_()` takes effect now, and edits that will be lost cause a warning.
+        `requires_grad_()` takes effect now, and edits that will be lost cause a warning. Returns
+        whether edits were written back.
 
         Args:
             where: When the changes were made, for messages.
+            keeps: Whether to write edits back, if the unit can.
 
         Raises:
             RuntimeError: If some parameters of a flat parameter were frozen and others not; then
@@ -435,10 +437,14 @@ class FlatParamHandle:
         if params.aliases.has_new_flags or params.has_unwatched:
             self._adopt_shown_flags(where)
         if params.is_locked:
-            return  # users could not edit them, or gradients overwrote them
+            return False  # users could not edit them, or gradients overwrote them
         is_edited = [*map(version_of, params.watched)] != params.versions
-        if is_edited or params.aliases.are_hidden:
-            params.warn_of_edits(where)
+        if not (is_edited or params.aliases.are_hidden) or not params.edited(params.versions):
+            return False
+        if keeps and self.full.can_write_back:
+            return self.full.keep_edits()
+        params.warn_of_edits(where)
+        return False
 
     def fix_owners(self) -> None:
         """Make the owners of whole parameters final."""

@@ -183,7 +183,7 @@ class InitialValues:
 
     def note(self, params: Sequence[Tensor], labels: Sequence[ParamLabel]) -> None:
         """Take checksums of dense tensors; their parameters' names may still change."""
-        self._sums = torch.stack([_checksum(param.detach()) for param in params])
+        self._sums = torch.stack([checksum(param.detach()) for param in params])
         self._labels, self._num_writes = labels, self._guard.num_writes
 
     def forget(self) -> None:
@@ -199,7 +199,7 @@ class InitialValues:
         return found
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def checksum(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits as whole numbers of 64 bits, 0-d on its device."""
     # torch sums only int64 at the speed of memory; misaligned data are copied.
     data = tensor.contiguous().view(-1)

@@ -276,8 +276,13 @@ class ExtendedValues(FullValues):
         if not self.is_kept:
             self.params.codec.free()
 
-    def write_back(self) -> None:
+    def write_back(self, *, compares: bool = False) -> None:
         """Write nothing: see `check_can_write_back` of the parameters."""
+
+    def keep_edits(self) -> bool:
+        """Warn, and return False: edits of the class's own form can't be written back."""
+        self.params.warn_of_edits("in forward")
+        return False
 
 
 @dataclass(frozen=True)

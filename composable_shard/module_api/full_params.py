@@ -117,7 +117,6 @@ def writeback(module: nn.Module, *, recurse: bool = False, with_grads: bool = Fa
     with torch.no_grad():
         for handle in dict.fromkeys(h for state in states for h in state.needed):
             handle.full.write_back()
-            handle.full.params.forget_edits()
             if with_grads:
                 write_unsharded_gradients(handle)
 

@@ -47,6 +47,10 @@ class CallReached:
         self.runs_alone = False
         self.backward_id = -1
 
+    def note_edits(self) -> None:
+        """Note that the call has edited parameters: its graph goes on with the new values."""
+        self._num_writes = sum(map(_num_writes, self.state.needed))
+
     @property
     def is_announceable(self) -> bool:
         """Whether an inner call may announce this one; else only its own outputs do, or raise."""

@@ -234,7 +234,7 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
             keeps = state.settings.reshard_after_forward is False or (
                 state.settings.reshard_after_forward is None and is_leader and is_armed
             )
-            _leave_pass(context, state, keeps=keeps, is_armed=is_armed)
+            _leave_pass(context, state, reached, keeps=keeps, is_armed=is_armed)
         if call is not None and is_leader:
             _end_call(context, state, call)
     return output
@@ -249,7 +249,12 @@ def _leave_transforms(state: ShardState, module: nn.Module, args: tuple[Any, ...
 
 
 def _leave_pass(
-    context: TreeContext, state: ShardState, *, keeps: bool = False, is_armed: bool = False
+    context: TreeContext,
+    state: ShardState,
+    reached: CallReached | None = None,
+    *,
+    keeps: bool = False,
+    is_armed: bool = False,
 ) -> None:
     """Release the unit's claim on its full parameters, at the end of its forward or on error."""
     state.modules_to_run = state.num_modules
@@ -258,8 +263,9 @@ def _leave_pass(
             handle.full.claims.discard(state.ref)
         try:
             for handle in state.needed:
-                if not handle.full.claims:
-                    handle.take_back("in forward")
+                is_edited = not handle.full.claims and handle.take_back("in forward", keeps=True)
+                if is_edited and reached is not None:
+                    reached.note_edits()
         finally:
             for handle in state.needed:
                 if keeps and not handle.full.claims:

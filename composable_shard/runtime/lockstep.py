@@ -32,15 +32,15 @@ def step_facts(handles: Collection[FlatParamHandle]) -> StepFacts:
 
     How often an optimizer has stepped, the one that has most, for a rank may have none for some
     parameters; whether parameters were edited; how often those were written that each rank holds
-    whole; whether there are gradients of earlier backwards. Of parameters that one rank owns steps
-    alone count: only the owner edits, and has gradients.
+    whole; checksums of what forwards have edited; whether there are gradients of earlier backwards.
+    Of parameters that one rank owns steps alone count: only the owner edits, and has gradients.
     """
-    num_steps, num_whole, has_edits, shown = 0, 0, False, list[ParamEntry]()
+    num_steps, num_whole, checksum, has_edits, shown = 0, 0, 0, False, list[ParamEntry]()
     numbers: list[tuple[ShardGroup, int]] = []
     for handle in handles:
         numbers.append((handle.shard_group, handle.label.first_call))
-        most, is_edited, num_new = handle.guard.take_new()
-        num_steps = max(num_steps, most)
+        most, is_edited, num_new, edits = handle.guard.take_new()
+        num_steps, checksum = max(num_steps, most), checksum + edits
         if handle.shard_group.size == 1:
             num_whole += num_new
         if handle.shard_group.size == 1 or not handle.layout.owners:
@@ -49,10 +49,11 @@ def step_facts(handles: Collection[FlatParamHandle]) -> StepFacts:
     compared.number += 1  # ends steps that failed
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
         has_gradients = any(each.sharded.grad is not None for each in shown)
+    in_forward = f"edits of full parameters in a forward (sum {checksum}) and " if checksum else ""
     line = (
         f"a backward that came after {num_steps} steps of an optimizer and "
         f"with{'' if has_edits else 'out'} edits of parameters since the last one"
         f"{f', {num_whole} writes,' if num_whole else ','} and with "
-        f"{'' if has_gradients else 'no '}gradients of earlier ones"
+        f"{in_forward}{'' if has_gradients else 'no '}gradients of earlier ones"
     )
     return StepFacts(line, numbers)

@@ -45,6 +45,7 @@ class WriteGuard:
 
     __slots__ = (
         "_at_write",
+        "_checksum",
         "_has_edits",
         "_last_writer",
         "_num_compared",
@@ -61,6 +62,7 @@ class WriteGuard:
     def __init__(self, owner: weakref.ref[object] | None = None) -> None:
         self.num_writes = self._num_compared = 0
         self._has_edits = False
+        self._checksum = 0  # of full values that forwards have edited
         self._last_writer: object = None  # the steps that its thread was in
         self._num_steps: dict[weakref.ref[Optimizer], int] = {}
         self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
@@ -108,9 +110,10 @@ class WriteGuard:
         """
         return self.is_in_backward and current_backward_id() != -1
 
-    def count_write(self) -> None:
-        """Count a write that the owner of the shard makes."""
+    def count_write(self, checksum: int = 0) -> None:
+        """Count a write that the owner of the shard makes; the ranks compare a checksum."""
         self.num_writes += 1
+        self._checksum += checksum
         if self._at_write is not None:
             self._run_at_write()
 
@@ -122,16 +125,16 @@ class WriteGuard:
             optimizer = steps[-1][0]
             self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
 
-    def take_new(self) -> tuple[int, bool, int]:
+    def take_new(self) -> tuple[int, bool, int, int]:
         """Return what was written since the last such call, for all ranks to compare.
 
         Returns:
             How often the optimizer has stepped that has most; whether anything else has written;
-            how often all has been written.
+            how often all has been written; the checksum of what forwards have edited.
         """
         num_steps, num_new = self._num_steps.values(), self.num_writes - self._num_compared
-        found = max(num_steps, default=0), self._has_edits, num_new
-        self._num_compared, self._has_edits = self.num_writes, False
+        found = max(num_steps, default=0), self._has_edits, num_new, self._checksum
+        self._num_compared, self._has_edits, self._checksum = self.num_writes, False, 0
         self._last_writer, self._num_steps = None, {}
         return found
 

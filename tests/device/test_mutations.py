@@ -76,6 +76,7 @@ UNFOUND = {
     "LocalShard.write_slice": "a scope has waited, by copies that block (test_offload.py)",
     "FullValues.gather: self.wait()": "without it the state refuses: GATHERING to GATHERING",
     "FullValues.gather: self.wait() (2)": "graphs of gradients keep values; no stream is concerned",
+    "FullValues.keep_edits: self.wait()": "one rank holds all values: no gather runs",
     "FlatReduction._issue_all_reduce": "a mesh whose ranks have no common group: eight ranks",
     "FlatGradients.issue": "a reduction put off until its unit is gathered again; no program is "
     "known: what a call gathers ahead and skips is freed at its end",

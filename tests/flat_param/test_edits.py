@@ -63,20 +63,6 @@ def sets_memory(module: nn.Module, *_: object) -> None:
 EDITS: list[Callable[..., None]] = [clamps_data, clamps_a_view_of_data, clamps]
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@strategies
-@distributed(2)
-def test_c16_edit_in_forward_is_warned_of(
-    edit: Callable[..., None], strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    """Case 16: whichever alias it goes through."""
-    model = Net()
-    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
-    model.blocks[0].register_forward_pre_hook(edit)
-    with pytest.warns(UserWarning, match=r"edits of \['blocks.0.up.weight'\] in forward"):
-        loss_of(model)
-
-
 @pytest.mark.parametrize("edit", [sets_data, sets_memory])
 @pytest.mark.parametrize("when", ["forward", "backward", "unshard"])
 @distributed(2)

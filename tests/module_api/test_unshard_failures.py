@@ -513,25 +513,6 @@ def test_edits_by_hand_on_one_rank_stay_with_a_warning() -> None:
     assert model.out.weight.to_local().abs().sum() == 0
 
 
-@pytest.mark.parametrize("with_grad", [True, False])
-@distributed(2)
-def test_edits_in_a_forward_are_lost_with_a_warning(with_grad: bool) -> None:
-    """In place, in a module's own forward."""
-    with _recovering() as model:
-        block, forward = model.blocks[1], model.blocks[1].forward
-
-        def clip(x: Tensor) -> Tensor:
-            with torch.no_grad():
-                block.up.weight.clamp_(-0.1, 0.1)
-            return forward(x)
-
-        block.forward = clip
-        message = _text("the edits of ['blocks.1.up.weight'] in forward ", _LOST)
-        with pytest.warns(UserWarning, match=message), torch.set_grad_enabled(with_grad):
-            model(rank_input(4, 5))
-        del block.forward
-
-
 @distributed(2)
 def test_closing_a_generator_inside_discards_edits_with_a_warning() -> None:
     """GeneratorExit is no failure that anyone sees, so it must not lose them silently."""
