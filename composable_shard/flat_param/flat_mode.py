@@ -104,8 +104,8 @@ def _drop(handle: FlatParamHandle, indices: Iterable[int]) -> None:
 def settled(handle: FlatParamHandle) -> Iterator[None]:
     """Make `.grad` the reduced part inside the block; PendingGradients are back after it."""
     is_shown = bool(handle.grads.marks)
-    settle_pending(handle)
     try:
+        settle_pending(handle)
         yield
     finally:
         if is_shown:

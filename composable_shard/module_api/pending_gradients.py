@@ -9,6 +9,7 @@ from composable_shard.comm import FlagReduction
 from composable_shard.flat_param import (
     FlatParamHandle,
     drop_pending,
+    forget_pending,
     needs_reduction,
     pending_values,
     settle_pending,
@@ -72,10 +73,24 @@ def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None
         RuntimeError: Inside forward or backward.
     """
     handles = _idle_handles(module, recurse, "gradients can't be reduced")
-    for _, handle in handles:
-        settle_pending(handle)
     if not handles:
         return
+    try:
+        due = _reduce_all(handles)
+    except BaseException:
+        # Drop all gradients, as after an error in a backward: `zero_grad` would not see them.
+        for _, handle in handles:
+            forget_pending(handle)
+            handle.grads.drop()
+        raise
+    for handle in due:
+        handle.shown.run_gradient_hooks()
+
+
+def _reduce_all(handles: list[tuple[ShardState, FlatParamHandle]]) -> list[FlatParamHandle]:
+    """Reduce the gradients that wait on any rank; return their handles."""
+    for _, handle in handles:
+        settle_pending(handle)
     flags = FlagReduction(
         [
             (
@@ -86,22 +101,13 @@ def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None
         ],
         highest=1,
     ).finish()
-    due = [
-        (state, handle, [bool(flag) for flag in used])
-        for (state, handle), (is_due, *used) in zip(handles, flags, strict=True)
-        if is_due
-    ]
-    try:
-        with torch.no_grad():
-            for state, handle, used in due:
-                _reduce(state, handle, used)
-    except BaseException:
-        # Drop all gradients, as after an error in a backward.
-        for _, handle, _ in due:
-            handle.grads.drop()
-        raise
-    for _, handle, _ in due:
-        handle.shown.run_gradient_hooks()
+    due = []
+    with torch.no_grad():
+        for (state, handle), (is_due, *used) in zip(handles, flags, strict=True):
+            if is_due:
+                _reduce(state, handle, [bool(flag) for flag in used])
+                due.append(handle)
+    return due
 
 
 def _reduce(state: ShardState, handle: FlatParamHandle, used: list[bool]) -> None:
