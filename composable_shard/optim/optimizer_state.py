@@ -28,32 +28,36 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
 
     Raises:
         ValueError: If a state tensor has neither the parameter's shape nor a single element, for
-            example Adafactor's row statistics.
+            example Adafactor's row statistics. Nothing has been changed then.
     """
-    for param in [param for param in optimizer.state if is_owned_by_other_rank(param)]:
-        del optimizer.state[param]
     shards = [param for param in optimizer.state if isinstance(param, FlatShard)]
     found = [
-        (state, key, value, param)
+        (param, key, value)
         for param in shards
-        for state in [optimizer.state[param]]
-        for key, value in state.items()
+        for key, value in optimizer.state[param].items()
         if isinstance(value, Tensor) and not isinstance(value, FlatShard)
     ]
-    scalar_keys = find_scalar_keys((key, value.shape, p.shape) for _, key, value, p in found)
-    for state, key, value, param in found:
+    scalar_keys = find_scalar_keys((key, value.shape, param.shape) for param, key, value in found)
+    full_size = [
+        (param, key, value)
+        for param, key, value in found
+        if value.numel() != 1 or (param.numel() == 1 and key not in scalar_keys)
+    ]
+    for param, key, value in full_size:
         spec = param._shard_spec
-        if value.numel() == 1 and (param.numel() != 1 or key in scalar_keys):
-            continue
-        if value.shape == param.shape:
-            # Offloading may have moved the parameter to another device.
-            state[key] = FlatShard.from_full(value, spec).to(param.device)
-        elif spec.owner is None:
+        if value.shape != param.shape and spec.owner is None:
             raise ValueError(
                 f"the state '{key}' of '{spec.label.fqn}' {tuple(spec.shape)} has shape "
                 f"{tuple(value.shape)}: it can't be cut like the parameter. Use an elementwise "
                 'optimizer, or granularity="param".'
             )
+    for param, key, value in full_size:
+        if value.shape == param.shape:
+            # Offloading may have moved the parameter to another device.
+            shard = FlatShard.from_full(value, param._shard_spec).to(param.device)
+            optimizer.state[param][key] = shard
+    for param in filter(is_owned_by_other_rank, shards):
+        del optimizer.state[param]
 
 
 def init_state(optimizer: Optimizer) -> None:

@@ -339,12 +339,15 @@ def _failed_state_sharding() -> str:
     for param in model.parameters():
         param.grad = None
     shard_module(model)
+    before = [dict(state) for state in optimizer.state.values()]
     with pytest.raises(ValueError) as caught:  # noqa: PT011 -- the text is what is returned
         shard_optimizer_state(optimizer)
+    after = [dict(state) for state in optimizer.state.values()]
+    assert all(a[key] is b[key] for a, b in zip(after, before, strict=True) for key in b)
     return str(caught.value)
 
 
-def test_state_of_another_shape_raises() -> None:
+def test_state_of_another_shape_raises_and_changes_nothing() -> None:
     """Adafactor's row statistics can't be cut like the parameter; all ranks say the same."""
     first, second = run_ranks(2, _failed_state_sharding)
     assert first == second
