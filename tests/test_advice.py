@@ -129,6 +129,12 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
         "head.weight",
     ),
     "numpy": (lambda: _param().detach().numpy(), RuntimeError, advice.VALUES, "head.weight"),
+    "dlpack": (
+        lambda: torch.from_dlpack(_param().detach()),
+        RuntimeError,
+        advice.VALUES,
+        "head.weight",
+    ),
     "asarray": (lambda: np.asarray(_param().detach()), RuntimeError, advice.VALUES, "head.weight"),
     "tolist": (lambda: _param().tolist(), RuntimeError, advice.VALUES, "head.weight"),
     "placements": (

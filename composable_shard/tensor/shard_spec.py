@@ -343,6 +343,7 @@ class Checkpointable(Tensor):
 
     numpy = _of_whole("numpy")
     tolist = _of_whole("tolist")
+    __dlpack__ = _of_whole("__dlpack__")
     storage = _of_whole("storage")
 
     placements = device_mesh = property(_refuse_placements)
