@@ -285,15 +285,15 @@ class ShownParams:
 
     def leave_scope(self) -> None:
         """Show again what was shown before the scope; no-op outside of one."""
-        scope, self.scope = self.scope, None
-        if scope is None:
+        if self.scope is None:
             return
         self.guard.set_in_scope(False)
-        self.state = scope.before
+        self.state = self.scope.before
         self.hide_unshown()
         self.show_again()
         if not self.shows_flat:
             self.flat_slot.remove()
+        self.scope = None  # last: whoever finds it after an interrupt repeats the rest
 
     # Gradients of hidden parameters, and hooks
 

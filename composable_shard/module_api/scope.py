@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import torch
@@ -282,6 +282,14 @@ class FullParamsScope:
             )
 
     def _restore(self) -> None:
+        try:
+            self._restore_all()
+        except BaseException:
+            with suppress(RuntimeError):  # of expired parameters; all callbacks run
+                self._restore_all()  # what an interrupt has left out
+            raise
+
+    def _restore_all(self) -> None:
         with ExitStack() as stack:  # runs all callbacks, even if one fails
             stack.callback(self.full.clear)
             for full in self.full.values():

@@ -1,4 +1,4 @@
-"""Interrupts of `reduce_pending_gradients`, at any line."""
+"""Interrupts of functions that users call between steps, at any line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from composable_shard import ShardingStrategy, no_sync, reduce_pending_gradients
+from composable_shard import ShardingStrategy, no_sync, reduce_pending_gradients, unshard_params
 from tests.harness.helpers import distributed
 from tests.interrupts import Interrupter, without_lost_interrupts
 from tests.programs.claims import assert_close, unsharded_gradients
@@ -65,3 +65,48 @@ def test_what_waits_is_dropped_after_an_interrupted_reduction(
         optimizer.zero_grad()
         moment += step
     assert moment > 20 * step
+
+
+#: Lines at which nothing of `close` has run: the scope stays open, and a training forward says so.
+_BEFORE = ("unshard_params", "FullParamsScope.close", "FullParamsScope._restore")
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+@distributed(1)
+def test_an_interrupt_at_the_end_of_a_scope_leaves_the_model_right(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """State dict in the handler, values and gradients of the next step."""
+    torch.manual_seed(0)
+    plain = Net(num_blocks=1).double()
+    x = rank_input(3, 5, dtype=torch.float64)
+    square_mean(plain(x)).backward()
+    moment, step, num_open, has_ended = 1, 7, 0, False
+    while not has_ended:
+        model = Net(num_blocks=1).double()
+        model.load_state_dict(plain.state_dict())
+        shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+        scope = unshard_params(model)
+        scope.__enter__()
+        interrupter = Interrupter(moment)
+        moment += step
+        try:
+            with without_lost_interrupts(), interrupter.watching():
+                scope.__exit__(None, None, None)
+            has_ended = True
+        except KeyboardInterrupt:
+            torch.set_grad_enabled(True)
+        del scope
+        if use_orig_params:
+            assert model.state_dict().keys() == plain.state_dict().keys(), interrupter.place
+        try:
+            square_mean(model(x)).backward()
+        except RuntimeError as error:
+            assert "inside unshard_params" in str(error), interrupter.place  # noqa: PT017
+            assert interrupter.place.endswith(_BEFORE)
+            num_open += 1
+            continue
+        for name, gradient in unsharded_gradients(model).items():
+            assert_close(gradient, plain.get_parameter(name).grad, f"{interrupter.place}: {name}")
+    assert num_open <= len(_BEFORE) < moment // step // 9
