@@ -15,7 +15,7 @@ from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.gathers import gather_in_backward
 from composable_shard.runtime.open_graphs import UnitCall
 from composable_shard.runtime.reduction_queue import CLOSED, DELIVERED, Item
-from composable_shard.runtime.unit import ShardState, TrainingState, process_calls
+from composable_shard.runtime.unit import ShardState, TrainingState
 from composable_shard.torch_private import current_backward_id
 
 _num_writes: Callable[[FlatParamHandle], int] = attrgetter("guard.num_writes")
@@ -36,7 +36,7 @@ class CallReached:
 
     Attributes:
         backward_id: Autograd's number of the last backward to which the call was announced.
-        runs_alone: Whether no other unit ran in this call, [Note: Buckets].
+        runs_alone: Whether no other unit of its tree ran in this call, [Note: Buckets].
     """
 
     __slots__ = ("_num_writes", "backward_id", "call", "outer", "runs_alone", "state")
@@ -91,13 +91,6 @@ class CallReached:
                 "optimizer.step() and edit parameters before the forward or after the backward."
             )
         _unshard(backward, state)
-
-
-def runs_alone(state: ShardState) -> bool:
-    """Return whether no other unit ran in the last call of one with buckets, [Note: Buckets]."""
-    last = state.last_call
-    has_units_inside = process_calls.num_begun != last.count
-    return state.has_buckets and not has_units_inside and not last.is_checkpointed
 
 
 def _unshard(backward: BackwardPass, state: ShardState) -> None:

@@ -34,7 +34,6 @@ from composable_shard.runtime.unit import (
     ShardState,
     TrainingState,
     TreeContext,
-    process_calls,
 )
 from composable_shard.torch_private import (
     are_transforms_active,
@@ -124,13 +123,12 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> F
 
 def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
     """Note which calls of units a backward may reach, and in which order they began."""
-    process_calls.num_begun += 1
     graphs = context.graphs
     if torch.is_grad_enabled():
         earliest = 0 if graphs.spans_calls else graphs.start
         if graphs.first_calls.get(state.ref, -1) < earliest:
             graphs.first_calls[state.ref] = graphs.num_calls
-        state.last_call = last_call = UnitCall(graphs.num_calls, process_calls.num_begun)
+        state.last_call = last_call = UnitCall(graphs.num_calls)
         graphs.num_calls += 1
         call.innermost = CallReached(state, last_call, call.innermost)
         top, known = top_saved_tensors_hooks(False), state.known_forwards

@@ -22,16 +22,15 @@ class UnitCall:
 
     Attributes:
         number: Its number among the calls of all units of the tree.
-        count: Number of calls of units that had begun in this process, with its own.
         sequence_nr: Number of the next autograd node when it began.
         end: Number of the first call that began after it had ended; -1 while it runs.
         is_checkpointed: Non-reentrant checkpointing may run the call again.
     """
 
-    __slots__ = ("count", "end", "is_checkpointed", "number", "sequence_nr")
+    __slots__ = ("end", "is_checkpointed", "number", "sequence_nr")
 
-    def __init__(self, number: int = -1, count: int = -1, end: int = -1) -> None:
-        self.number, self.count, self.end = number, count, end
+    def __init__(self, number: int = -1, end: int = -1) -> None:
+        self.number, self.end = number, end
         self.sequence_nr = next_sequence_nr()
         self.is_checkpointed = False
 

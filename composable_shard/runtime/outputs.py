@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.flat_param import HAVE_VALUES
-from composable_shard.runtime.backward import CallReached, runs_alone
+from composable_shard.runtime.backward import CallReached
 from composable_shard.runtime.casts import iter_tensors, map_tensors
 from composable_shard.runtime.open_graphs import UnitCall
 from composable_shard.runtime.saved_values import frees_values, kept_tensors, refuse_views
@@ -114,7 +114,9 @@ def _register(
     if hook is None:
         last = UnitCall(state.last_call.number, end=context.graphs.num_calls)
         hook = CallReached(state, last, None)
-    hook.runs_alone = state.has_buckets and runs_alone(state)
+    own = state.last_call
+    is_last = own.number + 1 == context.graphs.num_calls
+    hook.runs_alone = state.has_buckets and is_last and not own.is_checkpointed
     is_armed = False
     for tensor in tensors:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:

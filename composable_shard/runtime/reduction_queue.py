@@ -21,7 +21,7 @@ bucket is reduced before its unit's end only
 
 - after the buckets before it in the order in which the unit's end would reduce them, and
 - in the unit's *window*, while no other collective of the tree can come before that end: the
-  backward has reached the first call of the unit, and no other unit, of any tree, ran inside that
+  backward has reached the first call of the unit, and no other unit of the tree ran inside that
   call. In a region of non-reentrant checkpointing the recomputation might gather other units; and
 - if no hook waits for its gradients, see [Note: Early gradients].
 

@@ -380,11 +380,4 @@ class TreeContext:
         return any(handle.full.serves_graphs for handle in self.live_handles())
 
 
-class _ProcessCalls:
-    """How many calls of units have begun in this process: of all trees, as one may call another."""
-
-    num_begun = 0
-
-
-process_calls = _ProcessCalls()
 trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # all trees of this process
