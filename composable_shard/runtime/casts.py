@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -58,75 +59,30 @@ def _attributes(value: Any) -> list[str]:
     ]
 
 
-def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], *, in_place: bool = True) -> Any:
     """Return `value` with `fn` applied to every tensor in it.
 
     Tuples, sets and read-only mappings are rebuilt. Other containers and objects are changed in
-    place, so they keep their type and everything else they hold.
+    place, so they keep their type and everything else they hold. Unless `in_place`, containers in
+    which a tensor changes are copied, and objects that are not containers are left alone.
     """
     if isinstance(value, Tensor):
         return fn(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(item, fn) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, (set, frozenset)):
-        return type(value)(map_tensors(item, fn) for item in value)
-    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        mapped = {key: map_tensors(item, fn) for key, item in value.items()}
-        return type(value)(mapped)  # type: ignore[call-arg]
-    if isinstance(value, list):
-        value[:] = [map_tensors(item, fn) for item in value]
-    elif isinstance(value, MutableMapping):
-        for key in list(value):
-            value[key] = map_tensors(value[key], fn)
-    else:
-        for name in _attributes(value):
-            # Past a frozen dataclass's own __setattr__.
-            object.__setattr__(value, name, map_tensors(getattr(value, name), fn))
-    return value
-
-
-def cast_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return arguments with all floating-point tensors in them cast; None if none needs a cast.
-
-    The caller's containers stay as they are: a container with a cast tensor is copied. Objects that
-    are not containers, such as a cache that the forward writes to, are left alone.
-    """
-    new_args, new_kwargs = _rebuild(args, dtype), _rebuild(kwargs, dtype)
-    if new_args is args and new_kwargs is kwargs:
-        return None
-    return new_args, new_kwargs
-
-
-def cast_output(output: Any, dtype: torch.dtype) -> Any:
-    """Return the output with all floating-point tensors in it cast, as `map_tensors` does it."""
-    return map_tensors(output, lambda tensor: _cast(tensor, dtype))
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
-
-
-def _rebuild(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return _cast(value, dtype)
+    mapped = partial(map_tensors, fn=fn, in_place=in_place)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return _rebuild_sequence(value, dtype)
+        return _map_sequence(value, mapped, in_place=in_place)
     if isinstance(value, Mapping):
         items = list(value.items())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [entry.name for entry in dataclasses.fields(value)]
-        items = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+    elif in_place or dataclasses.is_dataclass(value):
+        items = [(name, getattr(value, name)) for name in _attributes(value)]
     else:
         return value
-    changed = {key: new for key, old in items if (new := _rebuild(old, dtype)) is not old}
+    changed = {key: new for key, old in items if (new := mapped(old)) is not old}
     if not changed:
         return value
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)({**value, **changed})  # type: ignore[call-arg]
-    twin = copy.copy(value)
+    twin = value if in_place else copy.copy(value)
     for key, new in changed.items():
         if isinstance(twin, MutableMapping):
             twin[key] = new
@@ -136,15 +92,39 @@ def _rebuild(value: Any, dtype: torch.dtype) -> Any:
     return twin
 
 
-def _rebuild_sequence(value: Any, dtype: torch.dtype) -> Any:
-    items = [_rebuild(item, dtype) for item in value]
+def _map_sequence(value: Any, mapped: Callable[[Any], Any], *, in_place: bool) -> Any:
+    items = [mapped(item) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     if isinstance(value, list):
-        twin = copy.copy(value)
+        twin = value if in_place else copy.copy(value)
         twin[:] = items
         return twin
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def cast_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return arguments with all floating-point tensors in them cast; None if none needs a cast.
+
+    The caller's containers stay as they are, and so do objects that are not containers, such as a
+    cache that the forward writes to.
+    """
+    cast = partial(_cast, dtype)
+    new_args, new_kwargs = (map_tensors(given, cast, in_place=False) for given in (args, kwargs))
+    if new_args is args and new_kwargs is kwargs:
+        return None
+    return new_args, new_kwargs
+
+
+def cast_output(output: Any, dtype: torch.dtype) -> Any:
+    """Return the output with all floating-point tensors in it cast, as `map_tensors` does it."""
+    return map_tensors(output, partial(_cast, dtype))
+
+
+def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
 
 
 def cast_buffers(modules: list[nn.Module], kept: list[nn.Module], dtype: torch.dtype) -> None:
@@ -155,7 +135,7 @@ def cast_buffers(modules: list[nn.Module], kept: list[nn.Module], dtype: torch.d
         for name, buffer in buffers_of(module).items():
             if buffer is None or id(module) in left_alone:
                 continue
-            done.setdefault(id(buffer), _cast(buffer, dtype))
+            done.setdefault(id(buffer), _cast(dtype, buffer))
             buffers_of(module)[name] = done[id(buffer)]
 
 
