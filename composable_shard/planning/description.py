@@ -15,7 +15,6 @@ from composable_shard.planning.sharding_plan import format_nbytes, format_table
 from composable_shard.runtime import (
     ModuleTree,
     ShardState,
-    find_unmanaged,
     get_root_states,
     get_states,
     read_state,
@@ -154,8 +153,7 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
         describe(model, optimizer).warnings
 
     It warns of a unit that holds most of the model, of units so small that a gather costs more
-    than it frees, of trainable parameters that no unit manages, and of trainable parameters that
-    the optimizer does not step.
+    than it frees, and of trainable parameters that the optimizer does not step.
 
     Args:
         module: The model, or a part of it with units inside.
@@ -186,7 +184,7 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     units = tuple(
         _describe_unit(state, modules[state], tree, held, leads=state in roots) for state in states
     )
-    warnings = [*_warn_of_sizes(units), *_warn_of_unmanaged(module)]
+    warnings = _warn_of_sizes(units)
     if optimizer is not None:
         warnings += _warn_of_optimizer(states, optimizer)
     return Description(type(module).__name__, units, tuple(warnings), optimizer is not None)
@@ -316,16 +314,6 @@ def _warn_of_sizes(units: Sequence[DescribedUnit]) -> list[str]:
             "them in the unit around them, or pass them to fully_shard as one list."
         )
     return warnings
-
-
-def _warn_of_unmanaged(module: nn.Module) -> list[str]:
-    names = find_unmanaged([module])
-    if not names:
-        return []
-    return [
-        f"no unit manages the trainable parameters {listed(names)}. Call fully_shard on the "
-        "module that holds them, freeze them, or pass them in ignored_params."
-    ]
 
 
 def _warn_of_optimizer(states: Sequence[ShardState], optimizer: torch.optim.Optimizer) -> list[str]:

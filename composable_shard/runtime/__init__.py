@@ -28,8 +28,6 @@ from composable_shard.runtime.tree import (
     attach_unit,
     check_whole,
     find_applied,
-    find_unmanaged,
-    first_names,
     get_handles,
     get_root_states,
     get_states,
