@@ -235,30 +235,19 @@ def plan_model(
     tree = ModuleTree(model)
     _check_unsharded(tree)
     units = choose_units(tree, parsed, defaults)
-    checked = _check_units(tree, units, _Ranks(shape, must_exist=has_ranks))
+    checked = _check_units(tree, units, shape, has_ranks=has_ranks)
     return ModelPlan(tree, checked, _plan_owners(checked))
 
 
-class _Ranks:
-    """The ranks that will share a unit, found once for each mesh and way to use it."""
-
-    def __init__(self, shape: Sequence[int] | None, *, must_exist: bool) -> None:
-        self.must_exist = must_exist
-        self._shape = shape
-        self._groups: dict[tuple[int, bool], ShardGroup | None] = {}
-
-    def get(self, options: UnitOptions) -> tuple[ShardGroup | None, RankCounts]:
-        """Return the group and its size; the group is None in a dry run without ranks."""
-        mesh, facts = options.mesh, options.strategy.facts
-        key = id(mesh), facts.is_replicated
-        if key not in self._groups:
-            is_known = self._shape is None and (mesh is not None or dist.is_initialized())
-            has_none = not (self.must_exist or is_known)
-            self._groups[key] = None if has_none else find_shard_group(options)
-        group = self._groups[key]
-        if group is None:
-            return None, RankCounts.of_shape(self._shape or (1,), facts)
+def _find_ranks(
+    options: UnitOptions, shape: Sequence[int] | None, *, must_exist: bool
+) -> tuple[ShardGroup | None, RankCounts]:
+    """Return the ranks that will share a unit; the group is None in a dry run without ranks."""
+    is_known = shape is None and (options.mesh is not None or dist.is_initialized())
+    if must_exist or is_known:
+        group = find_shard_group(options)
         return group, RankCounts.of(group)
+    return None, RankCounts.of_shape(shape or (1,), options.strategy.facts)
 
 
 def _check_call(model: object, dry_run: bool, world_size: int | None) -> None:
@@ -284,15 +273,17 @@ def _check_unsharded(tree: ModuleTree) -> None:
             )
 
 
-def _check_units(tree: ModuleTree, units: Sequence[Unit], groups: _Ranks) -> list[CheckedUnit]:
+def _check_units(
+    tree: ModuleTree, units: Sequence[Unit], shape: Sequence[int] | None, *, has_ranks: bool
+) -> list[CheckedUnit]:
     """Run all checks of `fully_shard` on every unit, as if the units before it existed."""
     checked: list[CheckedUnit] = []
     managed: set[int] = set()
     inner: set[nn.Module] = set()
     for unit in units:
         options = unit.options
-        shard_group, ranks = groups.get(options)
-        if not groups.must_exist:
+        shard_group, ranks = _find_ranks(options, shape, must_exist=has_ranks)
+        if not has_ranks:
             # In a dry run, a model on the meta device stands for a real one.
             options = replace(options, sync_module_states=False)
         try:
