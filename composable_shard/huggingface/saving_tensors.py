@@ -24,11 +24,9 @@ from composable_shard.runtime import check_whole
 from composable_shard.state_dict import (
     ModelRanks,
     ModelTensors,
-    Shares,
-    gather_full,
     get_model_state_dict,
+    iter_full_params,
 )
-from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import side_store
 
 
@@ -92,7 +90,7 @@ def save_safetensors(
     problem: Exception | None = None
     try:
         with torch.inference_mode(False), torch.no_grad():
-            problem = _write_all(tensors, writer)
+            problem = _write_all(model, tensors, writer)
         ranks.agree(problem)
     finally:
         problem = None  # its traceback has this frame
@@ -160,13 +158,15 @@ def _claim(path: Path) -> None:
             )
 
 
-def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> Exception | None:
+def _write_all(
+    model: nn.Module, tensors: ModelTensors, writer: TensorWriter | None
+) -> Exception | None:
     """Gather all tensors, and write them on the rank with a writer; return an error in writing.
 
     The gathers continue after an error, because the other ranks wait in them.
     """
     problem: Exception | None = None
-    for name, tensor in _full_tensors(tensors):
+    for name, tensor in _full_tensors(model, tensors):
         if writer is not None and problem is None:
             try:
                 writer.add(name, tensor)
@@ -182,20 +182,14 @@ def _write_all(tensors: ModelTensors, writer: TensorWriter | None) -> Exception 
     return problem
 
 
-def _full_tensors(tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
-    """Gather unit by unit; yield every tensor of the state dict once, in host memory.
+def _full_tensors(model: nn.Module, tensors: ModelTensors) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of the state dict once, in host memory, parameters first.
 
-    Ranks other than the first yield only tensors that no unit manages.
+    Ranks other than the first yield buffers alone.
     """
-    names = {(each.handle, each.index): each.names[0] for each in tensors.sharded}
-    for shares, values in gather_full(map(Shares, tensors.handles), to_first=True, device=HOST):
-        for index, value in values.items():
-            if (shares.handle, index) in names:
-                yield names[shares.handle, index], value
-        del values  # before the next unit is gathered
+    yield from iter_full_params(model, device=HOST, rank0_only=True)
     for other in tensors.others:
-        if other.is_persistent:
+        if other.is_persistent and not isinstance(other.tensor, nn.Parameter):
             value = other.tensor.detach()
-            # FlatShards: `model` may be a part of a unit.
-            whole = value.full_tensor() if isinstance(value, DTensor | FlatShard) else value
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
             yield other.names[0], whole.to(HOST, copy=True)

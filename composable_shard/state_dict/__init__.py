@@ -4,7 +4,6 @@ Read `model_dict`, `model_state` and `optimizer_reading` first.
 """
 
 from composable_shard.state_dict import json_tree
-from composable_shard.state_dict.gathering import Shares, gather_full
 from composable_shard.state_dict.model_dict import (
     check_values,
     converted,
