@@ -11,7 +11,6 @@ Each command has a --help of its own.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import sys
@@ -25,11 +24,11 @@ from torch import nn
 
 from composable_shard import __version__
 from composable_shard.conversion import FORMATS, convert, describe_checkpoint
+from composable_shard.huggingface import parse_nbytes
 from composable_shard.options import MixedPrecisionPolicy, ShardingStrategy
 from composable_shard.planning import Estimate, estimate, tabulate
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SIZE = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?) *([kmgtp]?)(i?)b?", re.IGNORECASE)
 _ESTIMATE = """Bytes per rank, at rest and at the peaks, and sent, before anything runs.
 
 Without --strategy each strategy is a row. Sizes may have a unit: 80GiB, 900GB.
@@ -103,7 +102,7 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--world-size", type=_positive, help="data-parallel ranks")
     add("--mesh-shape", type=_shape, help="instead, REPLICATE,SHARD")
-    add("--memory", type=_size, help="of a device, to say what fits")
+    add("--memory", help="of a device, to say what fits")
     add("--strategy", choices=[each.value for each in ShardingStrategy], help="default: all")
     add("--units", help="FQN globs of the units: 'layers.*,head'; default: the repeated blocks")
     add("--optimizer", default="adamw", help="default: adamw")
@@ -139,15 +138,6 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(_positive(part) for part in re.split("[,x]", text))
 
 
-def _size(text: str) -> float:
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise argparse.ArgumentTypeError(f"expected a size like 80GiB, got {text!r}")
-    number, prefix, binary = found.groups()
-    power = " kmgtp".index(prefix.lower() or " ")
-    return float(number) * math.pow(1024 if binary else 1000, power)
-
-
 # Commands
 
 
@@ -164,6 +154,7 @@ def _convert(args: argparse.Namespace) -> str:
 def _estimate(args: argparse.Namespace) -> str:
     if (args.world_size is None) == (args.mesh_shape is None):
         raise ValueError("expected --world-size or --mesh-shape, one of both")
+    memory_nbytes = None if args.memory is None else parse_nbytes(args.memory)
     model, batch = _make_model(args)
     policy = MixedPrecisionPolicy(
         param_dtype=_DTYPES.get(args.param_dtype),
@@ -184,7 +175,7 @@ def _estimate(args: argparse.Namespace) -> str:
         for each in ShardingStrategy
         if args.strategy in (None, each.value)
     ]
-    return tabulate(found, args.memory)
+    return tabulate(found, memory_nbytes)
 
 
 def _make_model(args: argparse.Namespace) -> tuple[nn.Module, Any]:

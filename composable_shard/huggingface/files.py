@@ -50,8 +50,7 @@ def parse_nbytes(size: int | str) -> int:
     nbytes = int(float(match[1]) * unit) if match and unit else 0
     if nbytes < 1:
         raise ValueError(
-            f"expected max_shard_size as a positive number of bytes or a text such as '5GB' or "
-            f"'500MiB', got {size!r}"
+            f"expected a positive number of bytes or a text such as '5GB' or '500MiB', got {size!r}"
         )
     return nbytes
 
