@@ -176,11 +176,6 @@ class InitialValues:
         self._labels: Sequence[ParamLabel] = ()
         self._sums: Tensor | None = None  # (len(self._labels),)
 
-    @property
-    def are_known(self) -> bool:
-        """Whether there are checksums that have not been compared."""
-        return self._sums is not None
-
     def note(self, params: Sequence[Tensor], labels: Sequence[ParamLabel]) -> None:
         """Take checksums of dense tensors; their parameters' names may still change."""
         self._sums = torch.stack([checksum(param.detach()) for param in params])

@@ -77,7 +77,6 @@ def initialize(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
         if unmanaged := find_unmanaged(modules):  # a scope may have compared the ranks before
             raise_unmanaged(unmanaged)
         for context in unchecked:
-            _compare_initial_values(context.live_states())  # a scope may have compared all else
             _place_buffers(context)
             context.is_checked = True
             context.graphs.last_backward_id = next_backward_id()
@@ -101,7 +100,7 @@ def lazy_init_params(
     Args:
         module: As for `lazy_init`.
         callers: Modules around it whose calls are running, outermost first.
-        has_values: Whether the parameters have the values with which training starts.
+        has_values: Whether all parameters have their values; a scope may be about to shard some.
 
     Raises:
         ValueError: If no module in `module` was sharded.
@@ -157,7 +156,7 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
                 handle.shown.check_registered()
     unmanaged = find_unmanaged(modules) if has_values else []  # a scope shows sharded ones only
     for context in contexts:
-        _check_agreement(context.live_states(), unmanaged, has_values)
+        _check_agreement(context.live_states(), unmanaged)
         # Ranks that initialised copies of a shard differently would train different models.
         for state in context.live_states():
             for handle in state.handles:
@@ -206,11 +205,11 @@ def _place_buffers(context: TreeContext) -> None:
 _Groups = tuple[dist.ProcessGroup, ...]
 
 
-def _check_agreement(states: list[ShardState], unmanaged: list[str], has_values: bool) -> None:
+def _check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
     """Compare names, shapes, dtypes and options of all units over their data-parallel ranks.
 
     Also compares the buffers that are broadcast, the trainable parameters that no unit manages, and
-    with `has_values` the initial values.
+    the initial values.
 
     Issues one all-gather of 32 bytes for each process group. If it finds a difference, the
     descriptions themselves are exchanged, as JSON. If any rank has hooks on gradients, one
@@ -233,8 +232,7 @@ def _check_agreement(states: list[ShardState], unmanaged: list[str], has_values:
             mesh = mesh_of(handle.shard_group)
             mesh.handles.append(handle)
             mesh.lines.extend(handle.describe_entries(describe_options(state)))
-            if has_values:
-                mesh.initial.extend(handle.initial.take())
+            mesh.initial.extend(handle.initial.take())
     for mesh in meshes.values():
         mesh.lines.extend(f"'{name}' is managed by no unit" for name in unmanaged)
         # Last: a difference in what the ranks have built says more.
@@ -302,23 +300,6 @@ class _Mesh:
         number = self.ranks.num_collectives
         for handle in self.handles:
             handle.label.note_call(number)
-
-
-def _compare_initial_values(states: list[ShardState]) -> None:
-    """Compare initial values that have not been compared yet.
-
-    One all-gather of 32 bytes for each process group, if there are any.
-
-    Raises:
-        RuntimeError: On all ranks, naming the first parameter whose values differ between ranks.
-    """
-    meshes: dict[_Groups, _Mesh] = {}
-    for handle in [each for state in states for each in state.handles if each.initial.are_known]:
-        group = handle.shard_group
-        mesh = meshes.setdefault(group.joint_groups, _Mesh(group.ranks))
-        mesh.initial.extend(handle.initial.take())
-    for mesh in meshes.values():
-        compare_units(mesh.ranks, [], initial=mesh.initial)
 
 
 _MARK = "_composable_shard_empty_version"

@@ -72,18 +72,12 @@ def _fill(net: nn.Module) -> None:
             param.fill_(0.5)
 
 
-def _fill_in_scope(net: nn.Module) -> None:
-    with unshard_params(net), torch.no_grad():
-        for param in net.parameters():
-            param.fill_(0.5)
-
-
 def _to_empty(net: nn.Module) -> None:
     net.to_empty(device="cpu")
     _fill(net)
 
 
-@pytest.mark.parametrize("write", [_load, _load_from_first, _fill, _fill_in_scope, _to_empty])
+@pytest.mark.parametrize("write", [_load, _load_from_first, _fill, _to_empty])
 @distributed(2)
 def test_l_values_written_before_the_first_forward_are_not_compared(
     write: Callable[[nn.Module], None],
@@ -105,14 +99,18 @@ def test_l_values_are_not_compared_on_request(option: str) -> None:
 
 
 @distributed(2)
-def test_l_values_compared_after_a_scope_that_only_reads() -> None:
-    """A scope may be there to initialise; what it left alone is compared at the first forward."""
+def test_l_values_are_compared_by_a_scope() -> None:
+    """Also by one that is there to initialise them: `check_initial_values` is for it."""
     net = _different()
     shard_blocks(net)
-    with unshard_params(net, writeback=False):
+    with pytest.raises(RuntimeError, match=OTHER), unshard_params(net):
         pass
-    with pytest.raises(RuntimeError, match=OTHER):
-        _run_once(net)
+    net = _different()
+    shard_blocks(net, check_initial_values=False)
+    with unshard_params(net), torch.no_grad():
+        for param in net.parameters():
+            param.fill_(0.5)
+    _run_once(net)
 
 
 @distributed(2)
