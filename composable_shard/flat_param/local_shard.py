@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from composable_shard.comm import (
-    DONE,
     HOST,
     HostCopies,
     ShardGroup,
-    Waitable,
     as_received,
     collectives,
 )
@@ -102,8 +100,8 @@ class LocalShard:
         """Return memory for the full values in the main dtype, shape `(layout.padded_numel,)`."""
         return torch.empty(self.layout.padded_numel, dtype=self.values.dtype, device=self.device)
 
-    def gather_into(self, output: Tensor, shard: Tensor) -> Waitable:
-        """Start gathering shards, of the values or of the same shape, into another buffer.
+    def gather_into(self, output: Tensor, shard: Tensor) -> None:
+        """Gather shards, of the values or of the same shape, into another buffer.
 
         Issues one all-gather of `layout.padded_numel` elements.
 
@@ -113,9 +111,9 @@ class LocalShard:
         """
         if self.shard_group.size == 1:
             output.copy_(shard)
-            return DONE
-        group, shard = self.shard_group.group, self.to_device(shard)
-        return collectives.all_gather(output, shard, group, self.layout.uneven_numels)
+        else:
+            group, shard = self.shard_group.group, self.to_device(shard)
+            collectives.all_gather(output, shard, group, self.layout.uneven_numels).wait()
 
     def write_slice(self, shard: Tensor, full: Tensor | None, *, from_first: bool) -> None:
         """Write this rank's slice of full values, or gradients, into a shard.

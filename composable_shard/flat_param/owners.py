@@ -56,7 +56,7 @@ def change_owners(handle: FlatParamHandle, owners: Sequence[int]) -> None:
             layout, handle.guard, shard.values.dtype, shard.values.device
         )
         if full is not None:
-            shard.gather_into(full, shard.values).wait()
+            shard.gather_into(full, shard.values)
         _take_layout(handle, layout, order, *parts)
         if full is not None:
             for index, entry in zip(order, handle.entries, strict=True):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from composable_shard.comm import DONE, Ranks, ShardGroup, Waitable
+from composable_shard.comm import Ranks, ShardGroup
 from composable_shard.flat_param import (
     FlatParamHandle,
     ScopeParams,
@@ -71,7 +71,10 @@ class FullParamsScope:
             if self.options.with_grads:
                 self._compare_gradients()
             try:
-                self._gather()
+                # One by one: a device that keeps no values holds one full flat parameter.
+                for handle in self.handles:
+                    self._gather(handle)
+                    self._gather_gradients(handle)
                 self._show()
             except BaseException:
                 self._restore()
@@ -109,29 +112,13 @@ class FullParamsScope:
         if problem is not None:
             raise problem
 
-    def _gather(self) -> None:
-        if self.options.offload_to_cpu or self.options.rank0_only:
-            # Unit by unit: a device that keeps no values holds one full flat parameter at a time.
-            for handle in self.handles:
-                self._finish(handle, *self._start(handle))
-                self._gather_gradients(handle)
-            return
-        started = [(handle, *self._start(handle)) for handle in self.handles]
-        for handle, output, work in started:
-            self._finish(handle, output, work)
-        for handle in self.handles:
-            self._gather_gradients(handle)
-
-    def _start(self, handle: FlatParamHandle) -> tuple[Tensor, Waitable]:
+    def _gather(self, handle: FlatParamHandle) -> None:
         output = handle.shard.new_full()
         if handle.is_sharded and handle.full.is_current and not handle.full.is_cast:
             handle.full.wait()
             output.copy_(handle.full.buffer)
-            return output, DONE
-        return output, handle.shard.gather_into(output, handle.local_shard)
-
-    def _finish(self, handle: FlatParamHandle, output: Tensor, work: Waitable) -> None:
-        work.wait()
+        else:
+            handle.shard.gather_into(output, handle.local_shard)
         if self._keeps(handle):
             full = ScopeParams(handle.entries, handle.layout, self._to_host(output))
             self.full[handle] = full
@@ -142,7 +129,7 @@ class FullParamsScope:
         if not any(self.has_gradient.get(handle, ())):
             return
         output, shard = handle.shard.new_full(), gradient_shard(handle)
-        handle.shard.gather_into(output, shard).wait()
+        handle.shard.gather_into(output, shard)
         if self._keeps(handle):
             self.full[handle].show_gradients(self._to_host(output), self.has_gradient[handle])
 

@@ -96,7 +96,7 @@ def _full_buffer(handle: FlatParamHandle, shard: Tensor | None) -> Tensor:
         return shard
     numel = handle.layout.padded_numel
     full = torch.empty(numel, dtype=shard.dtype, device=handle.shard.device)
-    handle.shard.gather_into(full, shard).wait()
+    handle.shard.gather_into(full, shard)
     return full
 
 

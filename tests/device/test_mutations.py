@@ -44,6 +44,7 @@ FOUND_BY = {
     "Then.wait": "step_with_int8_gathers",
     "LocalShard.to_device": "writes_on_host",
     "LocalShard.copy_to_replicas": "step_with_replicas",
+    "LocalShard.gather_into": "state_dicts",
     "FullValues._issue": "step",
     "FullValues.wait": "step",
     "FullValues.write_back": "writeback_at_once",

@@ -100,8 +100,8 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 19_673,
-    "lines of all": 29_136,
+    "lines of the core": 19_658,
+    "lines of all": 29_121,
     "quick start: statements": 4_023,
 }
 
