@@ -102,7 +102,7 @@ GOALS = {
 REACHED = {
     "lines of the core": 19_658,
     "lines of all": 29_121,
-    "quick start: statements": 4_023,
+    "quick start: statements": 4_011,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name

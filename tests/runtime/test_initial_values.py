@@ -16,7 +16,7 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm.trace import count_collectives
-from composable_shard.flat_param.local_shard import _checksum
+from composable_shard.flat_param.local_shard import checksum
 from tests.harness.helpers import assert_equal, distributed
 from tests.programs.models import FROM_RANK0, Net, shard_blocks
 
@@ -135,9 +135,9 @@ def test_checksum_sees_every_element_of_any_tensor(dtype: torch.dtype) -> None:
         buffer[:0],
         buffer[:36].view(6, 6).t(),
     ):
-        before = _checksum(values)
+        before = checksum(values)
         for index in range(values.numel()):
             changed = values.contiguous().clone()
             changed.view(-1)[index] += 1
-            assert _checksum(changed) != before
-        assert_equal(_checksum(values.clone()), before)
+            assert checksum(changed) != before
+        assert_equal(checksum(values.clone()), before)
