@@ -178,7 +178,7 @@ def _foreach_norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         shards,
         "torch takes the norms of",
         "Clip gradients with composable_shard.clip_grad_norm_ in place of torch.nn.utils'; take "
-        "norms of other tensors one by one, x.norm(), or of x.to_local().",
+        "norms of other tensors one by one, x.norm(), or of x.to_local() on its owner.",
     )
     norms = norms_of(shards, order, dtype)
     norms[0] = norms[0].as_subclass(WholeNorm)
