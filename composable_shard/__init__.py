@@ -11,6 +11,8 @@ from composable_shard.flat_param import FlatParamHandle
 from composable_shard.huggingface import load_safetensors, save_safetensors
 from composable_shard.layout import FlatLayout
 from composable_shard.module_api import (
+    drop_pending_gradients,
+    get_pending_gradients,
     no_sync,
     reduce_pending_gradients,
     register_comm_hook,
@@ -70,12 +72,14 @@ __all__ = [
     "clip_grad_norm_",
     "count_collectives",
     "describe",
+    "drop_pending_gradients",
     "estimate",
     "find_checkpoint",
     "fully_shard",
     "get_handles",
     "get_model_state_dict",
     "get_optimizer_state_dict",
+    "get_pending_gradients",
     "get_root_states",
     "get_states",
     "is_sharded",

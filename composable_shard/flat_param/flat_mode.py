@@ -8,7 +8,7 @@ which drops gradients set to None since, and ends with `mark_pending`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.flat_param.entries import FlatEntry
-from composable_shard.flat_param.grad_pieces import checked_gradient, local_gradient
+from composable_shard.flat_param.grad_pieces import checked_gradient, local_gradient, move_shard
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.shown import check_flags, take_flags
 from composable_shard.flat_param.unsharded import UnshardedParameter
@@ -110,6 +110,42 @@ def settled(handle: FlatParamHandle) -> Iterator[None]:
     finally:
         if is_shown:
             mark_pending(handle)
+
+
+def drop_pending(handle: FlatParamHandle) -> None:
+    """Drop all waiting gradients; `.grad` keeps the part that was reduced before."""
+    settle_pending(handle)
+    with torch.no_grad():
+        _drop(handle, range(len(handle.entries)))
+
+
+def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:
+    """Return this rank's waiting gradients, for each parameter in its dense shape.
+
+    Each is the sum of the rank's own gradients; for gradients whose all-reduce was postponed, the
+    mean over the shard group, which costs one all-gather.
+    """
+    grads, group = handle.grads, handle.shard_group
+    found: list[Tensor | None] = []
+    for index, has_arrived in enumerate(grads.arrived):
+        value = None
+        if grads.views is not None and grads.packing is not None and has_arrived:
+            value = (grads.views[index] / grads.packing.scale).to(handle.local_shard.dtype)
+        found.append(value)
+    partial = grads.reduction.partial
+    if partial is None:
+        return found
+    partial = move_shard(partial, grads.layout, handle.layout, group.rank)
+    full = handle.shard.new_full()
+    handle.shard.gather_into(full, partial)
+    full.mul_((grads.reduction.divide_factor or group.num_ranks) / group.size)
+    for index, (entry, is_used) in enumerate(zip(handle.entries, grads.used, strict=True)):
+        if is_used:
+            spec, start = entry.spec, handle.layout.offsets[index]
+            part = full.as_strided(spec.dense_shape, spec.dense_stride, start)
+            own = found[index]
+            found[index] = part if own is None else own.add_(part)
+    return found
 
 
 def make_flat_entry(handle: FlatParamHandle) -> FlatEntry:

@@ -10,7 +10,11 @@ from composable_shard.module_api.full_params import (
     unshard_params,
     writeback,
 )
-from composable_shard.module_api.pending_gradients import reduce_pending_gradients
+from composable_shard.module_api.pending_gradients import (
+    drop_pending_gradients,
+    get_pending_gradients,
+    reduce_pending_gradients,
+)
 from composable_shard.module_api.settings import (
     no_sync,
     register_comm_hook,

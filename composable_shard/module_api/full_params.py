@@ -146,7 +146,7 @@ def _check_can_write_back(state: ShardState, with_grads: bool) -> None:
             raise RuntimeError(
                 f"gradients of unit '{state.name}' are those that no_sync keeps until "
                 "they are reduced. Run a backward that reduces them before writeback, or call "
-                "reduce_pending_gradients(module), or module.zero_grad() to drop them."
+                "reduce_pending_gradients(module) or drop_pending_gradients(module)."
             )
 
 

@@ -1,22 +1,55 @@
-"""Reduce gradients that wait for a reduction, without another backward."""
+"""Gradients that wait for a reduction: show them, reduce them now, drop them."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable_shard.comm import FlagReduction
 from composable_shard.flat_param import (
     FlatParamHandle,
+    drop_pending,
     forget_pending,
     needs_reduction,
+    pending_values,
     settle_pending,
+    settled,
 )
 from composable_shard.runtime import (
     ShardState,
     check_is_idle,
+    first_names,
     select_states,
 )
+
+
+def get_pending_gradients(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
+    """Return copies of the gradients that wait for a reduction, as whole tensors by name.
+
+    Each is this rank's own sum over the microbatches, not divided, as plain PyTorch has it in
+    `.grad` without data parallelism. If only its all-reduce is postponed
+    (`set_requires_all_reduce`), it is the mean over the shard group. For a parameter with tensor
+    parallelism it is the local part. Parameters without a pending gradient are left out.
+
+    No communication, except for one all-gather for each handle with such an all-reduce: then call
+    it on all ranks.
+
+    Args:
+        module: A module with sharded units.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+        RuntimeError: Inside forward or backward.
+    """
+    values = {}
+    with torch.no_grad():
+        for _, handle in _idle_handles(module, recurse, "gradients can't be shown"):
+            with settled(handle):
+                values[handle] = pending_values(handle)
+    names = first_names(module, values)
+    pending = {name: values[handle][index] for (handle, index), name in names.items()}
+    return {name: value for name, value in pending.items() if value is not None}
 
 
 def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None:
@@ -39,20 +72,9 @@ def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None
         ValueError: If there is no unit.
         RuntimeError: Inside forward or backward.
     """
-    states = select_states(module, recurse)
-    for context in dict.fromkeys(state.context for state in states):
-        if context is not None:
-            check_is_idle(context, "gradients can't be reduced")
-    handles = [
-        (state, handle)
-        for state in states
-        for handle in state.handles
-        if state.context is not None and handle.grads.packing is not None
-    ]
+    handles = _idle_handles(module, recurse, "gradients can't be reduced")
     if not handles:
         return
-    for _, handle in handles:
-        handle.adopt_changes()
     try:
         due = _reduce_all(handles)
     except BaseException:
@@ -97,3 +119,40 @@ def _reduce(state: ShardState, handle: FlatParamHandle, used: list[bool]) -> Non
     grads.advance()
     grads.finish()
     grads.publish(used)
+
+
+def drop_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None:
+    """Drop the gradients that wait for a reduction, and free their memory; no communication.
+
+    Gradients reduced before stay in `.grad`. `zero_grad()` of a module or optimizer, and setting
+    `.grad` to None, drop both, but keep the memory until the next backward. Call it on all ranks.
+
+    Args:
+        module: A module with sharded units.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit.
+        RuntimeError: Inside forward or backward.
+    """
+    for _, handle in _idle_handles(module, recurse, "gradients can't be dropped"):
+        drop_pending(handle)
+
+
+def _idle_handles(
+    module: nn.Module, recurse: bool, what: str
+) -> list[tuple[ShardState, FlatParamHandle]]:
+    """Return the handles that can have pending gradients, each with its unit."""
+    states = select_states(module, recurse)
+    for context in dict.fromkeys(state.context for state in states):
+        if context is not None:
+            check_is_idle(context, what)
+    handles = [
+        (state, handle)
+        for state in states
+        for handle in state.handles
+        if state.context is not None and handle.grads.packing is not None
+    ]
+    for _, handle in handles:
+        handle.adopt_changes()
+    return handles

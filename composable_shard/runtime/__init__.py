@@ -28,6 +28,7 @@ from composable_shard.runtime.tree import (
     attach_unit,
     check_whole,
     find_applied,
+    first_names,
     get_handles,
     get_root_states,
     get_states,

@@ -54,8 +54,8 @@ class PendingGradient(FlatShard):
         raise RuntimeError(
             f"the gradient of parameter '{self._shard_spec.label}' waits for a reduction, as under "
             "no_sync, so this rank has no shard of it. Run a backward that reduces it, or call "
-            "reduce_pending_gradients(module). To drop it set it to None, as zero_grad() does "
-            "without set_to_none=False."
+            "reduce_pending_gradients(module); get_pending_gradients(module) shows this rank's "
+            "own. To drop it set it to None, as zero_grad() does without set_to_none=False."
         )
 
     @property

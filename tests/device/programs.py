@@ -17,13 +17,14 @@ from composable_shard import (
     ShardedGradScaler,
     ShardingStrategy,
     clip_grad_norm_,
+    drop_pending_gradients,
     fully_shard,
     get_handles,
     get_model_state_dict,
+    get_pending_gradients,
     iter_full_params,
     lazy_init,
     no_sync,
-    reduce_pending_gradients,
     register_comm_hook,
     reshard,
     set_model_state_dict,
@@ -348,11 +349,13 @@ def buffers() -> None:
 
 @_program
 def pending_gradients() -> None:
-    """Reduce gradients that wait."""
+    """Look at gradients that wait."""
     model = shard_net(mesh=_mesh())
     set_requires_all_reduce(model, False)
     backward(model)
-    reduce_pending_gradients(model)
+    for _, gradient in get_pending_gradients(model).items():
+        gradient.sum()
+    drop_pending_gradients(model)
 
 
 @_program

@@ -18,8 +18,10 @@ from composable_shard import (
     ShardedGradScaler,
     ShardingStrategy,
     clip_grad_norm_,
+    drop_pending_gradients,
     fully_shard,
     get_handles,
+    get_pending_gradients,
     no_sync,
     reduce_pending_gradients,
     register_flat_param,
@@ -342,35 +344,71 @@ def test_c7_kept_over_a_change_of_what_is_shown(
 
 @claims.strategies
 @distributed(2)
-def test_c7_pending_gradients_are_reduced(
+def test_c7_pending_gradients_are_shown_reduced_and_dropped(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    """Case 7: without another backward; a second time nothing waits."""
+    """Case 7: by functions, without another backward."""
+    options: dict[str, Any] = {"strategy": strategy, "use_orig_params": use_orig_params}
 
     def reduced(model: nn.Module, optimizer: Optimizer, keep: Keeps, step: int) -> None:
         with keep(model):
             _run_microbatch(model, 3 * step)
             _run_microbatch(model, 3 * step + 1)
         if keep is no_sync:
+            own = get_pending_gradients(model)
+            assert list(own) == [name for name, _ in _three_layers().named_parameters()]
+            twin = copy.deepcopy(model)
+            with claims.unshard_params(twin, writeback=False):
+                plain = _three_layers().double()
+                plain.load_state_dict(twin.state_dict())
+            for microbatch in range(2):
+                _run_microbatch(plain, 3 * step + microbatch)
+            for name, param in plain.named_parameters():
+                claims.assert_close(own[name], param.grad, name)
             reduce_pending_gradients(model)
+            assert get_pending_gradients(model) == {}
             reduce_pending_gradients(model)
 
-    _assert_like_plain(reduced, strategy=strategy, use_orig_params=use_orig_params)
+    def dropped(model: nn.Module, optimizer: Optimizer, keep: Keeps, step: int) -> None:
+        _run_microbatch(model, 3 * step)
+        if keep is no_sync:
+            with keep(model):
+                _run_microbatch(model, 3 * step + 1, 1000.0)
+            drop_pending_gradients(model)
+            assert get_pending_gradients(model) == {}
+            if strategy is FULL_SHARD:
+                assert not any(
+                    h.grads._own.buffer.untyped_storage().size() for h in get_handles(model)
+                )
+        _run_microbatch(model, 3 * step + 2)
+
+    _assert_like_plain(reduced, **options)
+    _assert_like_plain(dropped, **options)
 
 
 @distributed(4)
-def test_c7_deferred_all_reduces_are_reduced() -> None:
-    """Case 7: with own gradients beside them."""
+def test_c7_deferred_all_reduces_are_shown_and_reduced() -> None:
+    """Case 7: what is shown is the mean over the shard group, beside own gradients."""
     torch.manual_seed(0)
     plain = _three_layers().double()
     model = copy.deepcopy(plain)
-    shard_children(model, mesh=replica_mesh())
+    mesh = replica_mesh()
+    shard_children(model, mesh=mesh)
     with _without_all_reduce(model):
         _run_microbatch(model, 0)
+        shown = get_pending_gradients(model)
         with no_sync(model):
             _run_microbatch(model, 1)
-    for step in range(2):
-        _run_microbatch(plain, step)
+        both = get_pending_gradients(model)
+    _run_microbatch(plain, 0)
+    for param in plain.parameters():
+        torch.distributed.all_reduce(param.grad, group=mesh.get_group(1))
+        param.grad /= 2
+    for name, param in plain.named_parameters():
+        claims.assert_close(shown[name], param.grad, name)
+    _run_microbatch(plain, 1)
+    for name, param in plain.named_parameters():
+        claims.assert_close(both[name], param.grad, name)
     average_gradients(plain.parameters())
     reduce_pending_gradients(model)
     found = claims.unsharded_gradients(model)
