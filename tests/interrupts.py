@@ -353,6 +353,7 @@ def run_moments(
     places = {}
     poison = poisoned() if is_poisoned else nullcontext()
     with poison, warnings.catch_warnings(), without_lost_interrupts():
+        warnings.filterwarnings("ignore", "a backward has run since the last forward")
         warnings.filterwarnings("ignore", "a backward failed, and the last forwards")
         run = _InterruptedRun(PROGRAMS[name])
         for moment in moments:

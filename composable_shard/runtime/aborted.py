@@ -8,6 +8,7 @@ and all its unpublished gradients are dropped.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from operator import attrgetter
 from typing import Any
@@ -44,13 +45,30 @@ def drop_aborted(context: TreeContext) -> None:
     context.has_aborted = False
 
 
+def note_unreached_call(context: TreeContext) -> None:
+    """Note the most open calls so far; warn if a backward ran since and reached no unit.
+
+    Autograd finds sharded parameters in no graph, so `loss.backward(inputs=params)` runs no node at
+    all and calls no hook. But it takes a number, and so does a backward that failed before it
+    reached a unit.
+    """
+    graphs = context.graphs
+    graphs.most_open = graphs.num_open
+    number, last = next_backward_id(), graphs.probed_backward_id
+    graphs.probed_backward_id = number
+    others = [tree.graphs for tree in trees if tree is not context]
+    is_of_others = any(max(o.last_backward_id, o.probed_backward_id) > last for o in others)
+    if any(state.known_forwards.refuses_hooks for state in context.live_states()):
+        return  # a transform in a forward may have taken the number
+    if not is_of_others and graphs.num_open > 1 and graphs.last_backward_id < last < number - 1:
+        warnings.warn(_unreached(context), stacklevel=2)
+
+
 def check_step(optimizer: Optimizer) -> None:
     """Check, before a step that has no gradient at all, that no backward has missed its parameters.
 
-    Autograd finds sharded parameters in no graph, so `loss.backward(inputs=params)` runs no node at
-    all and calls no hook. But it takes a number. All others that backwards have taken must be
-    known: of those that reached a tree, and of the empty one at the first forward. Transforms, and
-    backwards inside backwards, take further ones.
+    All numbers that backwards have taken must be known: of those that reached a tree, and of the
+    empty one at the first forward. Transforms, and backwards inside backwards, take further ones.
 
     Raises:
         RuntimeError: If outputs wait for a backward, and one has run that reached no unit.
@@ -59,7 +77,7 @@ def check_step(optimizer: Optimizer) -> None:
     if any(param.grad is not None for param in params):  # ends at the first
         return
     guards = {param._guard for param in params if isinstance(param, FlatShard)}
-    known = max(tree.graphs.last_backward_id for tree in trees)
+    known = max(max(t.graphs.last_backward_id, t.graphs.probed_backward_id) for t in trees)
     states = [state for tree in trees for state in tree.live_states()]
     takes_more = any(state.known_forwards.refuses_hooks for state in states)
     if takes_more or any(tree.graphs.has_regions for tree in trees):
@@ -70,19 +88,22 @@ def check_step(optimizer: Optimizer) -> None:
             continue
         number = next_backward_id()
         if number > known + 1:
-            names = [state.name for state in alive(tree.graphs.armed)]
-            raise RuntimeError(
-                "the step of an optimizer found no gradient: a backward has run since the last "
-                f"forward of units {names}, and reached none of them: they have no gradients from "
-                "it. If it raised an error, that is why. If it was backward(inputs=...) or "
-                "torch.autograd.grad(...) with sharded parameters, leave inputs out, or call "
-                "unshard(module) before the forward and pass the parameters that the module shows "
-                "then. If it was of another model, leave out the step of this one."
-            )
+            raise RuntimeError(f"the step of an optimizer found no gradient: {_unreached(tree)}")
         known = tree.graphs.last_backward_id = number
 
 
 step_hooks.check_steps(trees, attrgetter("graphs.armed"), check_step)
+
+
+def _unreached(context: TreeContext) -> str:
+    names = [state.name for state in alive(context.graphs.armed)]
+    return (
+        f"a backward has run since the last forward of units {names}, and reached none of them: "
+        "they have no gradients from it. If it raised an error, that is why. If it was backward("
+        "inputs=...) or torch.autograd.grad(...) with sharded parameters, leave inputs out, or "
+        "call unshard(module) before the forward and pass the parameters that the module shows "
+        "then. If it was of another model, leave out the step of this one."
+    )
 
 
 def next_backward_id() -> int:
@@ -104,7 +125,7 @@ def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]
     backward: Any = None if context is None else context.backward
     if context is None or backward is None or not backward.is_called_by(callback):
         return
-    context.backward, context.has_aborted = None, True
+    context.backward, context.has_aborted, context.graphs.num_open = None, True, 0
     armed = alive(context.graphs.armed)
     groups = {group for h in context.live_handles() for group in h.shard_group.joint_groups}
     if not any(map(has_failed, groups)):  # whose error tells more

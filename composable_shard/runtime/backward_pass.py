@@ -242,6 +242,7 @@ class BackwardPass:
             queue.issue_last(items, flags)
         queue.deliver()
         published = self._publish(items, flags)
+        context.graphs.num_open = 0
         for handle in self.waiting:
             mark_pending(handle)
         return_to_idle(context)

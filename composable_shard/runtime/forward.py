@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from composable_shard.comm import trace
-from composable_shard.runtime.aborted import drop_aborted
+from composable_shard.runtime.aborted import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import CallReached, recompute
 from composable_shard.runtime.gathers import (
     choose_ahead,
@@ -114,7 +114,11 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> F
         trace.profiling.change()
     context = _prepare(context, state, module)
     if torch.is_grad_enabled():
-        context.graphs.start = context.graphs.num_calls
+        graphs = context.graphs
+        graphs.start = graphs.num_calls
+        graphs.num_open += 1
+        if graphs.num_open > graphs.most_open:
+            note_unreached_call(context)
     context.call = call = ForwardCall(state)
     if context.reduction_order is not None:
         gather_kept(context)

@@ -41,21 +41,24 @@ class OpenGraphs(Generic[Unit]):
     Attributes:
         num_calls: Number that the next graph-recording call of a unit gets.
         start: `num_calls` when the tree's last graph-recording call began.
+        num_open: Number of the tree's graph-recording calls since a backward; `most_open`: maximum.
         spans_calls: The last backward also reached an earlier call, so the next one may too.
         first_calls: Number of each unit's first call that the next backward may reach.
         armed: Units whose outputs wait for a backward, in the order of their last forward.
         may_recompute: Units whose forward may run again in a nested backward (reentrant
             checkpoints); `has_regions`: such units have existed.
-        last_backward_id: Number of the last known backward.
+        last_backward_id: Number of the last known backward; `probed_backward_id`: of the last
+            empty one.
     """
 
     def __init__(self) -> None:
         self.num_calls = self.start = 0
+        self.num_open, self.most_open = 0, 1
         self.spans_calls = self.has_regions = False
         self.first_calls: dict[ref[Unit], int] = {}
         self.armed: dict[ref[Unit], None] = {}
         self.may_recompute: set[ref[Unit]] = set()
-        self.last_backward_id = -1
+        self.last_backward_id = self.probed_backward_id = -1
 
     def forget(self) -> None:
         """Note that the graphs of all calls so far were used up or dropped."""

@@ -18,7 +18,7 @@ from composable_shard import (
     reshard,
     unshard,
 )
-from tests.harness.helpers import distributed
+from tests.harness.helpers import Planned, distributed
 from tests.programs import claims
 from tests.programs.models import Layer, rank_input, shard_children, shard_root, square_mean
 
@@ -125,6 +125,42 @@ def test_c4_sharded_parameters_are_in_no_graph(
     with pytest.raises(RuntimeError, match=r"sharded parameter '.*' was asked for.*unshard\("):
         stage_backward_input([loss], None, [rank_input(4, 15)], iter(params))
     loss.backward()
+
+
+@claims.strategies
+@distributed(2)
+def test_c4_backward_to_sharded_parameters_is_warned_of(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Case 4: torch tells nobody of it, so the next forward does; not where no backward ran."""
+    other = _make_sharded_rows_to_one(strategy=strategy, use_orig_params=use_orig_params)
+    _loss_of_rows(other, 0).backward()
+    model = _make_sharded_rows_to_one(strategy=strategy, use_orig_params=use_orig_params)
+    _loss_of_rows(model, 0)
+    _loss_of_rows(model, 1).backward()  # two forwards before a backward, as often
+    _loss_of_rows(model, 2).backward()
+    for number in range(4):
+        loss = _loss_of_rows(model, number)
+    loss.backward(inputs=list(model.parameters()))
+    with pytest.warns(UserWarning, match=r"reached none of them.*unshard\(module\) before"):
+        loss = _loss_of_rows(model, 3)
+    loss.backward()
+    for number in range(6):  # more forwards than ever, and another model's backward
+        loss = _loss_of_rows(model, number)
+        _loss_of_rows(other, number).backward()
+    loss.backward()
+    for number in range(7):
+        loss = _loss_of_rows(model, number)
+    loss.register_hook(_fail_before_any_unit)
+    with pytest.raises(Planned):
+        loss.backward()
+    with pytest.warns(UserWarning, match=r"reached none of them.*If it raised an error, that is"):
+        loss = _loss_of_rows(model, 0)
+    loss.backward()
+
+
+def _fail_before_any_unit(_: Tensor) -> None:
+    raise Planned
 
 
 @pytest.mark.parametrize("ends_with_whole", [True, False])
