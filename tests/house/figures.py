@@ -102,7 +102,7 @@ GOALS = {
 REACHED = {
     "lines of the core": 19_790,
     "lines of all": 29_257,
-    "quick start: statements": 4_011,
+    "quick start: statements": 4_023,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name
