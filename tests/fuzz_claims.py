@@ -80,6 +80,7 @@ REFUSALS = {
     "surgery": "no unit manages the trainable parameters",
 }
 #: What a read of values that nobody announced meets where a unit shows one flat parameter.
+IN_AND_OUT = "was used inside and outside of a reentrant checkpoint"
 UNREACHED = "a backward has run since the last forward of units "
 AT_REST_IN_FLAT_FORM = "has no values of its own: its unit shows one flat parameter"
 
@@ -817,7 +818,8 @@ def run_apart(world_size: int, seed: int, features: set[str]) -> str:
         may_be_refused = (case.is_uneven and is_local) or hides
         # A loss kept aside may depend on none of the `inputs`.
         is_missed = hides and any(micro.inputs for micro in micros)
-        refusals = [AT_REST_IN_FLAT_FORM, *[UNREACHED] * is_missed]
+        has_regions = any(block.checkpoint is not None for block in case.blocks)
+        refusals = [AT_REST_IN_FLAT_FORM, *[UNREACHED] * is_missed, *[IN_AND_OUT] * has_regions]
         if not (may_be_refused and is_refused(error, world_size, *refusals)):
             raise
         return "refused"
