@@ -26,6 +26,7 @@ from composable_shard.tensor import (
     flat_spec,
     hide_pending,
     reduced_gradient,
+    set_gradient,
     show_pending,
     wrap,
 )
@@ -324,7 +325,7 @@ def write_unsharded_gradients(handle: FlatParamHandle) -> None:
         gradient = None if param is None else param.grad
         if param is None or gradient is None:
             continue
-        param.grad = None
+        set_gradient(param, None)
         if exists and not entry.spec.is_owned_by_other_rank:  # its owner has the same
             piece = entry.spec.slice(local_gradient(gradient, entry.spec))
             entry.slice_of(shard).copy_(piece)

@@ -459,7 +459,7 @@ class FlatGradients:
         self.is_unsynced = self.has_graph = False
         for entry in self._shown.entries:
             if entry.unsharded is not None:
-                entry.unsharded.grad = None
+                set_gradient(entry.unsharded, None)
 
     def _forget(self) -> None:
         self.reduction.drop()

@@ -18,6 +18,7 @@ from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
     NeverStepped,
     is_trainable,
+    set_gradient,
     user_attributes,
 )
 from composable_shard.torch_private import (
@@ -34,13 +35,21 @@ LOCKED = 1_000_000_000
 class Aliases:
     """Notes that the parameters of one flat parameter share."""
 
-    __slots__ = ("are_hidden", "has_new_flags", "overwritten")
+    __slots__ = ("are_hidden", "handle", "has_new_flags", "overwritten")
 
     def __init__(self) -> None:
+        self.handle: weakref.ref[Any] | None = None  # until gradients are hooked
         self.are_hidden = False  # an alias was taken that autograd can't see
         self.has_new_flags = False  # `requires_grad` of a parameter was set
         # By position: the gradient has overwritten the value; None: no value can be overwritten.
         self.overwritten: Sequence[bool] | None = None
+
+    def drop_gradient(self, position: int) -> None:
+        """Drop the gradient of the parameter at rest, as the user dropped that of the shown one."""
+        handle = None if self.handle is None else self.handle()
+        if handle is not None:
+            flat = handle.shown.flat if handle.shown.shows_flat else None
+            (flat or handle.entries[position]).sharded.grad = None
 
     def note_hidden(self, param: UnshardedParameter) -> None:
         """Note that an alias of a parameter is taken; raise if its gradient has overwritten it."""
@@ -109,6 +118,14 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
         self.aliases.has_new_flags = True
 
+    def _set_grad(self, value: Tensor | None) -> None:
+        set_gradient(self, value)
+        if value is None:
+            self.aliases.drop_gradient(self.position)
+
+    # The gradient until it is packed; setting None drops that of the parameter at rest, too.
+    grad = property(Tensor.grad.__get__, _set_grad)  # type: ignore[union-attr]
+
     def requires_grad_(self, requires_grad: bool = True) -> UnshardedParameter:
         """Set `requires_grad` and return the parameter."""
         self.requires_grad = requires_grad
@@ -172,7 +189,7 @@ def _arrive(handle_ref: weakref.ref[Any], index: int, param: Tensor) -> None:
     if handle is None:
         return
     if handle.grads.is_direct and handle.grads.pack_further(index, param.grad):
-        param.grad = None
+        set_gradient(param, None)
     else:
         handle.on_gradient(handle, index)
 
@@ -239,6 +256,7 @@ class UnshardedParams:
 
     def hook_gradients(self, handle: weakref.ref[Any]) -> None:
         """Hook the parameters, so that a handle gets each gradient that autograd accumulates."""
+        self.aliases.handle = handle
         for index, param in enumerate(self.built):
             if param.is_floating_point() or param.is_complex():
                 hook = partial(_arrive, handle, index)

@@ -127,6 +127,7 @@ def test_l_values_ride_on_the_comparison_of_the_ranks() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_checksum_sees_every_element_of_any_tensor(dtype: torch.dtype) -> None:
     """Of odd lengths, at odd offsets, of no elements, and in another memory format."""
+    torch.manual_seed(0)  # sums of bits may be equal by chance
     buffer = torch.randn(64).to(dtype)
     for values in (
         buffer[1:4],
