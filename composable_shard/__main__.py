@@ -154,7 +154,7 @@ def _convert(args: argparse.Namespace) -> str:
 def _estimate(args: argparse.Namespace) -> str:
     if (args.world_size is None) == (args.mesh_shape is None):
         raise ValueError("expected --world-size or --mesh-shape, one of both")
-    memory_nbytes = None if args.memory is None else parse_nbytes(args.memory)
+    memory_nbytes = None if args.memory is None else parse_nbytes(args.memory, "--memory")
     model, batch = _make_model(args)
     policy = MixedPrecisionPolicy(
         param_dtype=_DTYPES.get(args.param_dtype),

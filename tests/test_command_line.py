@@ -236,7 +236,7 @@ TWO = ["--world-size", "2"]
         (["estimate", "--model", MODEL, "--mesh-shape", "2,a"], "of at least 1, got 'a'"),
         (
             ["estimate", "--model", MODEL, *TWO, "--memory", "much"],
-            "or '500MiB', got 'much'",
+            "expected --memory as a positive number of bytes or a text such as '5GB'",
         ),
         (["estimate", "--model", MODEL, *TWO, "--optimizer", "x"], "optimizer"),
         (["estimate", "--model", f"{HERE}:make_nothing", *TWO], "expected a model from"),
@@ -292,7 +292,7 @@ def test_a_target_is_not_overwritten(
         ["convert", saved_run, tmp_path / "dcp", "--to", "dcp"], capsys
     )
     size = ["--to", "safetensors", "--max-shard-size", "x"]
-    assert "positive number of bytes" in _fails(
+    assert "expected max_shard_size as a positive number of bytes" in _fails(
         ["convert", saved_run, tmp_path / "y", *size], capsys
     )
     with alone():

@@ -43,14 +43,15 @@ def require_safetensors() -> Any:
         ) from error
 
 
-def parse_nbytes(size: int | str) -> int:
-    """Return a number of bytes from a number, or from a text such as "5GB" or "500MiB"."""
+def parse_nbytes(size: int | str, name: str = "max_shard_size") -> int:
+    """Return the bytes of a number or text such as "5GB" or "500MiB"; `name` is for errors."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Z]*)", str(size).strip().upper())
     unit = _UNITS.get(match[2]) if match else None
     nbytes = int(float(match[1]) * unit) if match and unit else 0
     if nbytes < 1:
         raise ValueError(
-            f"expected a positive number of bytes or a text such as '5GB' or '500MiB', got {size!r}"
+            f"expected {name} as a positive number of bytes or a text such as '5GB' or '500MiB', "
+            f"got {size!r}"
         )
     return nbytes
 

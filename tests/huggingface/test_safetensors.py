@@ -801,5 +801,5 @@ def test_sizes_are_numbers_or_texts() -> None:
         2 * 2**20,
     ]
     for size in (0, -1, "many", "5 parsecs", "", "0GB"):
-        with pytest.raises(ValueError, match="expected a positive number of bytes"):
+        with pytest.raises(ValueError, match="expected max_shard_size as a positive number"):
             parse_nbytes(size)
