@@ -47,8 +47,7 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
         state.context = context
     for old, own in before.items():
         old.give_up(own)
-    if any(handle.has_owned for handle in handles):
-        _note_owned(handles)
+    _note_owned(handles)
     return context
 
 
@@ -115,13 +114,12 @@ def _join(context: TreeContext, other: TreeContext) -> TreeContext:
     if other.graphs.armed or is_busy or is_changed:
         return other
     context.take_over(other)
-    handles = context.live_handles()
-    if any(handle.has_owned for handle in handles):
-        _note_owned(handles)
+    _note_owned(context.live_handles())
     return context
 
 
 def _note_owned(handles: Sequence[FlatParamHandle]) -> None:
-    """Let each gradient of a tree know that others are on their owner alone."""
-    for label in [label for handle in handles for label in handle.labels()]:
-        label.note_owned()
+    """Let each gradient of a tree know that others are on their owner alone, if any are."""
+    if any(handle.has_owned for handle in handles):
+        for label in [label for handle in handles for label in handle.labels()]:
+            label.note_owned()

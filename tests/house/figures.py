@@ -100,8 +100,8 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 19_809,
-    "lines of all": 29_276,
+    "lines of the core": 19_807,
+    "lines of all": 29_275,
     "quick start: statements": 4_027,
 }
 
