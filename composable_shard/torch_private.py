@@ -30,6 +30,7 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._guards import TracingContext
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -356,6 +357,13 @@ NO_FULL_GRAPH = (
     "each unit. Compile the layers, `for layer in model.layers: layer.compile(fullgraph=True)`, "
     "before or after fully_shard, or leave fullgraph out: torch.compile(model)."
 )
+
+
+def is_compiling() -> bool:
+    """Return whether this thread compiles a graph, and looks at tensors to describe them."""
+    return TracingContext.try_get() is not None
+
+
 _NEVER_COMPILE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 

@@ -20,6 +20,7 @@ from composable_shard.flat_param.flat_mode import (
     check_can_show_flat,
     check_can_show_originals,
     check_requires_grad,
+    drop_gradient,
     drop_pending,
     forget_pending,
     gradient_shard,

@@ -19,12 +19,13 @@ from composable_shard.flat_param.entries import FlatEntry
 from composable_shard.flat_param.grad_pieces import checked_gradient, local_gradient, move_shard
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.shown import check_flags, take_flags
-from composable_shard.flat_param.unsharded import UnshardedParameter
+from composable_shard.flat_param.unsharded import ALL, UnshardedParameter
 from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
     flat_spec,
     hide_pending,
+    own_gradient,
     reduced_gradient,
     set_gradient,
     show_pending,
@@ -59,11 +60,14 @@ def mark_pending(handle: FlatParamHandle) -> None:
 
 
 def keep_left_gradients(handle: FlatParamHandle) -> None:
-    """Keep gradients that users set on the full parameters, to wait for a reduction."""
+    """Let gradients that users set on the full parameters replace those at rest, and wait."""
     grads = handle.grads
     params = enumerate(entry.unsharded for entry in handle.entries)
-    left = [index for index, param in params if param is not None and param.grad is not None]
+    left = [index for index, each in params if each is not None and own_gradient(each) is not None]
     if grads.packing is not None and (left or (True in grads.arrived and not grads.is_unsynced)):
+        for index in set(left) - handle.full.params.aliases.added:
+            drop_gradient(handle, index)
+        handle.full.params.aliases.added.clear()
         settle_pending(handle)
         with torch.no_grad():
             for index in left:
@@ -99,6 +103,25 @@ def _drop(handle: FlatParamHandle, indices: Iterable[int]) -> None:
     if grads.views is not None and True not in grads.arrived:
         grads.close()
         grads.free_buffers()
+
+
+def drop_gradient(handle: FlatParamHandle, index: int) -> None:
+    """Drop the gradient at rest of one parameter, or of `ALL`, also one that waits."""
+    flat = handle.shown.flat
+    if not handle.shown.shows_flat or flat is None:
+        handle.entries[index].sharded.grad = None
+        return
+    indices = range(len(handle.entries)) if index == ALL else [index]
+    with torch.no_grad(), settled(handle):
+        _drop(handle, indices)
+        grad, used = flat.sharded.grad, has_gradients(handle)
+        for each in indices:
+            used[each] = False
+            if isinstance(grad, FlatShard):
+                handle.entries[each].slice_of(grad._local).zero_()
+        flat.used = used
+        if not any(used):
+            flat.sharded.grad = None
 
 
 @contextmanager
@@ -232,7 +255,7 @@ def show_flat(handle: FlatParamHandle) -> None:
         params = handle.full.params
         # Under the version counter of the first parameter, which then shows edits.
         full = params.views[0].as_strided((handle.layout.end,), (1,), 0)
-        noted = flat.label, params.aliases, 0
+        noted = flat.label, params.aliases, ALL
         flat.unsharded = UnshardedParameter(full, handle.requires_grad, noted)
     shown.show_unsharded_as(flat.unsharded)
 
@@ -322,7 +345,7 @@ def write_unsharded_gradients(handle: FlatParamHandle) -> None:
     shard, existing = gradient_shard(handle), has_gradients(handle)
     for entry, exists in zip(handle.entries, existing, strict=True):
         param = entry.unsharded
-        gradient = None if param is None else param.grad
+        gradient = None if param is None else own_gradient(param)
         if param is None or gradient is None:
             continue
         set_gradient(param, None)

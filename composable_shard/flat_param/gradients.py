@@ -40,7 +40,7 @@ from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import FlatShard, refuse_graphs, set_gradient
+from composable_shard.tensor import FlatShard, own_gradient, refuse_graphs, set_gradient
 from composable_shard.torch_private import version_of
 
 
@@ -186,7 +186,7 @@ class FlatGradients:
         """
         entry, full, packing = self._shown.entries[index], self._full, self.packing
         unsharded = entry.unsharded
-        gradient = unsharded.grad  # type: ignore[union-attr]
+        gradient = own_gradient(unsharded)  # type: ignore[arg-type]
         if gradient is None:
             return
         assert full is not None

@@ -78,6 +78,7 @@ class FlatParamHandle:
         has_fixed_owners: Whether the owners of whole parameters are final.
         is_attached: The unsharded parameters and their hooks exist.
         on_gradient: Called for each parameter's gradient, see `attach`.
+        drop_gradient: Called for each gradient that the user drops, see `attach`.
         is_sharded: False if each rank holds everything: then nothing is gathered.
         is_kept: The unsharded buffer is never freed, see [Note: Kept buffers].
         memory: Allocates the shard and the full values.
@@ -140,6 +141,7 @@ class FlatParamHandle:
         step_hooks.keep_for(self, has_owned=self.has_owned)
         self.is_attached = False
         self.on_gradient: GradientHook | None = None
+        self.drop_gradient: GradientHook | None = None
 
     def __repr__(self) -> str:
         """Say which unit's it is, what it holds, and where this rank is among the ranks."""
@@ -248,14 +250,15 @@ class FlatParamHandle:
 
     # The parameters, kept in step with the buffers
 
-    def attach(self, on_gradient: GradientHook) -> None:
+    def attach(self, on_gradient: GradientHook, drop_gradient: GradientHook) -> None:
         """Build the unsharded parameters and their hooks; the entries' slots are final now.
 
         Args:
             on_gradient: Called as `on_gradient(handle, index)` when the full gradient of a
                 parameter has been accumulated, in the thread that runs the backward.
+            drop_gradient: Called likewise when the user drops the gradient of a full parameter.
         """
-        self.on_gradient = on_gradient
+        self.on_gradient, self.drop_gradient = on_gradient, drop_gradient
         # Inference tensors could never be trained, whatever context the first call runs in.
         with torch.inference_mode(False), torch.no_grad():
             self._build_unsharded_params()

@@ -44,7 +44,6 @@ class ScopeParams:
         self._grads: list[Tensor | None] = [None] * len(self.params)
         self._flat: nn.Parameter | None = None
         self._flat_grad: Tensor | None = None
-        self._hidden: list[tuple[nn.Parameter, Tensor]] = []  # with whose gradient isn't shown
 
     def _part(self, flat: Tensor, index: int) -> Tensor:
         start = self._layout.offsets[index]
@@ -60,19 +59,12 @@ class ScopeParams:
                 self.params[index].grad = grad
 
     def hide_gradients(self, at_rest: Sequence[ParamEntry]) -> None:
-        """Let `.grad` stand for gradients that aren't shown: `expire` drops those set to None."""
+        """Let `.grad` stand for gradients that aren't shown, see `dropped_gradients`."""
         holders = at_rest if at_rest is self._entries else [*at_rest] * len(self.params)
         for index, (param, entry) in enumerate(zip(self.params, self._entries, strict=True)):
             if holders[index].sharded.grad is not None:
                 grad = HiddenGradient(entry.sharded, None, param.dtype, param.device)
                 self._grads[index] = param.grad = grad
-                self._hidden.append((param, holders[index].sharded))
-
-    def _drop_hidden(self) -> None:
-        kept = {id(holder) for param, holder in self._hidden if param.grad is not None}
-        for _, holder in self._hidden:
-            if id(holder) not in kept:  # a flat parameter's is dropped with the last one
-                holder.grad = None
 
     def flat_param(self) -> nn.Parameter:
         """Return the flat parameter of the full values; the padding at the end is left out."""
@@ -119,7 +111,7 @@ class ScopeParams:
         all_dropped = flat is not None and self._flat_grad is not None and flat.grad is None
         return [
             shown is not None and (all_dropped or param.grad is None)
-            for param, shown in zip(self.params, self._grads, strict=True)
+            for param, shown in zip(self.params, self._grads, strict=False)  # none once expired
         ]
 
     def new_gradients(self) -> list[str]:
@@ -132,7 +124,6 @@ class ScopeParams:
 
     def expire(self) -> None:
         """Release the memory; from now on every use of a parameter raises."""
-        self._drop_hidden()
         params = self.params if self._flat is None else [*self.params, self._flat]
         labels = [entry.label for entry in self._entries] + [_FLAT_LABEL]
         for param, label in zip(params, labels, strict=False):
@@ -147,7 +138,6 @@ class ScopeParams:
             param.__class__ = expired
         # An exception's traceback may keep this object.
         self._values, self._grads, self._flat_grad, self.grad_buffer = [], [], None, None
-        self._hidden = []
         self.buffer = self.buffer.new_empty(0)
 
 

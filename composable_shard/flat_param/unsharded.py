@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import gt
 from typing import Any, NoReturn
@@ -16,12 +17,15 @@ from torch.distributed.tensor import DTensor
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
+    HiddenGradient,
     NeverStepped,
     is_trainable,
+    own_gradient,
     set_gradient,
     user_attributes,
 )
 from composable_shard.torch_private import (
+    is_compiling,
     running,
     set_versions,
     version_of,
@@ -30,15 +34,21 @@ from composable_shard.torch_private import (
 # The version of a parameter whose value is missing; no graph has saved this version. It is so large
 # that it is recognised in autograd's error.
 LOCKED = 1_000_000_000
+ALL = -1  # position of the one parameter that stands for all
+
+
+def _no_handle() -> None:
+    return None
 
 
 class Aliases:
     """Notes that the parameters of one flat parameter share."""
 
-    __slots__ = ("are_hidden", "handle", "has_new_flags", "overwritten")
+    __slots__ = ("added", "are_hidden", "handle", "has_new_flags", "overwritten")
 
     def __init__(self) -> None:
-        self.handle: weakref.ref[Any] | None = None  # until gradients are hooked
+        self.handle: Callable[[], Any] = _no_handle  # until gradients are hooked
+        self.added: set[int] = set()  # positions whose gradient adds to the one at rest
         self.are_hidden = False  # an alias was taken that autograd can't see
         self.has_new_flags = False  # `requires_grad` of a parameter was set
         # By position: the gradient has overwritten the value; None: no value can be overwritten.
@@ -46,10 +56,21 @@ class Aliases:
 
     def drop_gradient(self, position: int) -> None:
         """Drop the gradient of the parameter at rest, as the user dropped that of the shown one."""
-        handle = None if self.handle is None else self.handle()
-        if handle is not None:
-            flat = handle.shown.flat if handle.shown.shows_flat else None
-            (flat or handle.entries[position]).sharded.grad = None
+        if (handle := self.handle()) is not None:
+            handle.drop_gradient(handle, position)
+
+    def gradient_at_rest(self, param: UnshardedParameter) -> GradientAtRest | None:
+        """Return what stands for the gradient of the parameter at rest; None if it has none."""
+        if (handle := self.handle()) is None:
+            return None
+        shown, position = handle.shown, param.position
+        holder = shown.flat if shown.shows_flat else handle.entries[position]
+        if holder.sharded.grad is None:
+            return None
+        like = holder if position == ALL else handle.entries[position]
+        stand_in = GradientAtRest(like.sharded, None, param.dtype, param.device)
+        stand_in.full = param
+        return stand_in
 
     def note_hidden(self, param: UnshardedParameter) -> None:
         """Note that an alias of a parameter is taken; raise if its gradient has overwritten it."""
@@ -118,13 +139,25 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
         self.aliases.has_new_flags = True
 
-    def _set_grad(self, value: Tensor | None) -> None:
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient until it is packed, then a `GradientAtRest`.
+
+        Setting None drops the gradient at rest too; a tensor replaces it when `reshard` is called.
+        """
+        gradient = own_gradient(self)
+        if gradient is not None or is_compiling():
+            return gradient
+        return self.aliases.gradient_at_rest(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None and (value is own_gradient(self) or isinstance(value, GradientAtRest)):
+            return  # `grad += x` gives it back
         set_gradient(self, value)
+        self.aliases.added.discard(self.position)
         if value is None:
             self.aliases.drop_gradient(self.position)
-
-    # The gradient until it is packed; setting None drops that of the parameter at rest, too.
-    grad = property(Tensor.grad.__get__, _set_grad)  # type: ignore[union-attr]
 
     def requires_grad_(self, requires_grad: bool = True) -> UnshardedParameter:
         """Set `requires_grad` and return the parameter."""
@@ -156,6 +189,35 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         _refuse_other_data(self.shard_label)
 
 
+class GradientAtRest(HiddenGradient):
+    """The `.grad` of a full parameter whose sharded one has a gradient."""
+
+    full: UnshardedParameter
+
+    def __iadd__(self, other: Tensor) -> GradientAtRest:  # type: ignore[misc, override]
+        """Let `full.grad += other` wait for `reshard`, which adds it to the gradient at rest."""
+        set_gradient(self.full, other)
+        self.full.aliases.added.add(self.full.position)
+        return self
+
+
+class _UnshardedDTensor(DTensor):
+    """A full DTensor, whose `.grad` follows the gradient at rest as that of others does."""
+
+    aliases: Aliases
+    position: int
+    grad = UnshardedParameter.grad
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._as_plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_plain().__reduce_ex__(protocol)
+
+    def _as_plain(self) -> nn.Parameter:
+        return nn.Parameter(self.detach().clone(), is_trainable(self))
+
+
 def _refuse_other_data(label: object) -> NoReturn:
     raise RuntimeError(
         f"parameter '{label}' can't be given other data (`param.data = ...`, `set_()`) while its "
@@ -167,8 +229,12 @@ def _refuse_other_data(label: object) -> NoReturn:
 def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Parameter:
     """Return the parameter whose data is `dense`, a view of the buffer (or a DTensor of one)."""
     flag = dense.is_floating_point() or dense.is_complex()
-    is_other = isinstance(dense, DTensor)
-    return nn.Parameter(dense, flag) if is_other else UnshardedParameter(dense, flag, noted)
+    if not isinstance(dense, DTensor):
+        return UnshardedParameter(dense, flag, noted)
+    param = nn.Parameter(dense, flag)
+    param.__dict__.update(aliases=noted[1], position=noted[2])
+    param.__class__ = _UnshardedDTensor  # type: ignore[assignment]
+    return param
 
 
 def _is_edited_by_data(param: nn.Parameter) -> bool:
@@ -188,7 +254,7 @@ def _arrive(handle_ref: weakref.ref[Any], index: int, param: Tensor) -> None:
     handle = handle_ref()
     if handle is None:
         return
-    if handle.grads.is_direct and handle.grads.pack_further(index, param.grad):
+    if handle.grads.is_direct and handle.grads.pack_further(index, own_gradient(param)):
         set_gradient(param, None)
     else:
         handle.on_gradient(handle, index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import compress, count
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from composable_shard.flat_param import (
     FlatParamHandle,
     ScopeParams,
     check_requires_grad,
+    drop_gradient,
     gradient_shard,
     has_gradients,
     keep_requires_grad,
@@ -279,8 +281,11 @@ class FullParamsScope:
     def _restore_all(self) -> None:
         with ExitStack() as stack:  # runs all callbacks, even if one fails
             stack.callback(self.full.clear)
-            for full in self.full.values():
+            for handle, full in self.full.items():
                 stack.callback(full.expire)
+                dropped = () if self.options.with_grads else full.dropped_gradients()
+                for index in compress(count(), dropped):
+                    stack.callback(drop_gradient, handle, index)
             for state in self.states:
                 stack.callback(state.transition, TrainingState.IDLE)
             for handle in self.handles:

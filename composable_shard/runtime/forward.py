@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from composable_shard.comm import trace
+from composable_shard.flat_param import keep_left_gradients
 from composable_shard.runtime.aborted import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import CallReached, recompute
 from composable_shard.runtime.gathers import (
@@ -306,6 +307,8 @@ def _recover_interrupted_call(context: TreeContext) -> None:
         other.known_forwards.end(other.name, None)
         # After a KeyboardInterrupt the post-forward hook has not run.
         other.depth = 0
+        for handle in other.needed:
+            keep_left_gradients(handle)
         if other.training_state is TrainingState.FORWARD:
             other.transition(TrainingState.IDLE)
         _leave_pass(context, other)

@@ -19,7 +19,7 @@ from composable_shard.comm import (
     compare_units,
     exchange_always,
 )
-from composable_shard.flat_param import FlatParamHandle, settle_owners
+from composable_shard.flat_param import FlatParamHandle, drop_gradient, settle_owners
 from composable_shard.runtime.aborted import next_backward_id
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.membership import has_other_units, renew_context, share_context
@@ -43,7 +43,7 @@ def attach_or_refresh(state: ShardState) -> None:
     """
     for handle in state.handles:
         if not handle.is_attached:
-            handle.attach(partial(on_gradient, state.ref))
+            handle.attach(partial(on_gradient, state.ref), drop_gradient)
         handle.adopt_changes()
     for handle in state.borrowed:
         handle.adopt_changes()

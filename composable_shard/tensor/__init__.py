@@ -12,6 +12,7 @@ from composable_shard.tensor.flat_shard import (
     is_owned_by_other_rank,
     is_trainable,
     kind_of,
+    own_gradient,
     rebind,
     set_gradient,
     wrap,

@@ -91,6 +91,7 @@ def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
 
 
 is_trainable: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+own_gradient: Callable[[Tensor], Tensor | None] = Tensor.grad.__get__  # type: ignore[union-attr]
 set_gradient: Callable[[Tensor, Tensor | None], None] = Tensor.grad.__set__  # type: ignore[union-attr]
 
 

@@ -83,14 +83,15 @@ class PendingGradient(FlatShard):
 
 
 class HiddenGradient(PendingGradient):
-    """Stands for a gradient inside `unshard_params`, which doesn't show it."""
+    """Stands for a gradient at rest while modules show full parameters, which have none."""
 
     @property
     def _local(self) -> NoReturn:  # type: ignore[override] # no values
         raise RuntimeError(
-            f"the gradient of parameter '{self._shard_spec.label}' is not shown by unshard_params. "
-            "Read and edit gradients inside unshard_params(module, with_grads=True). To drop one "
-            "set it to None, as zero_grad() does without set_to_none=False."
+            f"the gradient of parameter '{self._shard_spec.label}' is not shown while its full "
+            "value is. Read and edit it after reshard(module), or inside unshard_params(module, "
+            "with_grads=True). To drop it set it to None, as zero_grad() does without "
+            "set_to_none=False."
         )
 
 

@@ -5,15 +5,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from composable_shard import ShardingStrategy, no_sync, reshard, unshard
+from composable_shard import (
+    ShardingStrategy,
+    fully_shard,
+    no_sync,
+    reshard,
+    unshard,
+    unshard_params,
+)
 from tests.harness.helpers import distributed
-from tests.programs.claims import assert_close, strategies, unsharded_gradients
+from tests.programs.claims import assert_close, strategies, unsharded_gradients, variants
 from tests.programs.models import (
+    Layer,
     Net,
     average_gradients,
     rank_input,
@@ -21,14 +33,27 @@ from tests.programs.models import (
     square_mean,
 )
 
+_Drop = Callable[[nn.Module], None]
+_Run = Callable[[int], None]
 
-def _drop(model: nn.Module) -> None:
+
+def _drop_each(model: nn.Module) -> None:
     for param in model.parameters():
         param.grad = None
 
 
-def _after_an_interrupt(model: nn.Module, run: Callable[[int], None]) -> None:
-    """Interrupt a forward, which leaves full parameters; drop; run on."""
+def _drop_all(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def _shard_layers_alone(model: Net, **options: Any) -> None:
+    """Leave the root no unit: its methods are torch's own."""
+    for layer in (model.inp, *model.blocks, model.out):
+        fully_shard(layer, **options)
+
+
+def _interrupt_block(model: nn.Module, run: _Run) -> None:
+    """Interrupt a forward, which leaves full parameters."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -37,43 +62,164 @@ def _after_an_interrupt(model: nn.Module, run: Callable[[int], None]) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(1)
     handle.remove()
-    _drop(model)
+
+
+def _after_an_interrupt(model: nn.Module, drop: _Drop, run: _Run) -> None:
+    _interrupt_block(model, run)
+    drop(model)
     run(2)
 
 
-def _between_unshard_and_reshard(model: nn.Module, run: Callable[[int], None]) -> None:
+def _between_unshard_and_reshard(model: nn.Module, drop: _Drop, run: _Run) -> None:
     unshard(model, recurse=True)
     run(1)
-    _drop(model)
+    drop(model)
     run(2)
     reshard(model, recurse=True)
 
 
+def _run_first(
+    models: tuple[nn.Module, nn.Module], *, accumulates: bool
+) -> Callable[[nn.Module, int], None]:
+    """Run the first microbatch of a sharded and a plain model; return what runs another."""
+
+    def run(model: nn.Module, number: int) -> None:
+        x = rank_input(3, 5, step=number, dtype=torch.float64)
+        square_mean(model(x)).backward()
+
+    with no_sync(models[0]) if accumulates else nullcontext():
+        run(models[0], 0)
+    run(models[1], 0)
+    return run
+
+
+def _check(sharded: nn.Module, plain: nn.Module) -> None:
+    average_gradients(plain.parameters())
+    found = unsharded_gradients(sharded)
+    for name, param in plain.named_parameters():
+        assert_close(found[name], param.grad, f"gradient of {name}")
+
+
+@pytest.mark.parametrize("drop", [_drop_each, _drop_all])
+@pytest.mark.parametrize("shard", [shard_blocks, _shard_layers_alone])
 @pytest.mark.parametrize("program", [_after_an_interrupt, _between_unshard_and_reshard])
-@pytest.mark.parametrize("accumulates", [False, True])
-@strategies
+@variants
 @distributed(1, 2)
 def test_what_a_full_parameter_drops_is_dropped_at_rest(
-    program: Callable[[nn.Module, Callable[[int], None]], None],
-    accumulates: bool,
+    program: Callable[[nn.Module, _Drop, _Run], None],
+    shard: Callable[..., None],
+    drop: _Drop,
     strategy: ShardingStrategy,
     use_orig_params: bool,
+    accumulates: bool,
 ) -> None:
     """Also what waits from a microbatch under no_sync; the gradient is the last call's alone."""
     torch.manual_seed(0)
     model = Net().double()
     plain = copy.deepcopy(model)
+    shard(model, strategy=strategy, use_orig_params=use_orig_params)
+    run = _run_first((model, plain), accumulates=accumulates)
+    program(model, drop, lambda number: run(model, number))
+    plain.zero_grad()
+    run(plain, 2)
+    _check(model, plain)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+@variants
+@distributed(1, 2)
+def test_one_full_parameter_drops_replaces_or_adds_to_its_own_gradient_alone(
+    is_interrupted: bool, strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """Between unshard and reshard; the others of its unit, and of one flat parameter, stay."""
+    torch.manual_seed(0)
+    model = Net().double()
+    plain = copy.deepcopy(model)
     shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    run = _run_first((model, plain), accumulates=accumulates)
+    if is_interrupted:
+        _interrupt_block(model, lambda number: run(model, number))
+    else:
+        unshard(model, recurse=True)
+    for each in (model, plain):
+        layer = each.blocks[1]
+        layer.up.weight.grad = None
+        layer.up.bias.grad = torch.full((7,), 2.0, dtype=torch.float64)
+        for _ in range(2):
+            layer.down.bias.grad += torch.ones(15, dtype=torch.float64)
+    if not is_interrupted:
+        reshard(model, recurse=True)
+    for each in (model, plain):
+        run(each, 1)
+    _check(model, plain)
 
-    def run(number: int) -> None:
-        x = rank_input(3, 5, step=number, dtype=torch.float64)
-        square_mean(model(x)).backward()
 
-    with no_sync(model) if accumulates else nullcontext():
-        run(0)
-    program(model, run)
-    square_mean(plain(rank_input(3, 5, step=2, dtype=torch.float64))).backward()
-    average_gradients(plain.parameters())
-    found = unsharded_gradients(model)
-    for name, param in plain.named_parameters():
-        assert_close(found[name], param.grad, f"gradient of {name}")
+@variants
+@distributed(1, 2)
+def test_one_parameter_of_a_scope_drops_its_own_gradient_alone(
+    strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """S1.1: where `unshard_params` shows no gradients; the others of one flat parameter stay."""
+    torch.manual_seed(0)
+    model = Net().double()
+    plain = copy.deepcopy(model)
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    run = _run_first((model, plain), accumulates=accumulates)
+    with unshard_params(model, writeback=False):
+        model.blocks[0].up.weight.grad = None
+    plain.blocks[0].up.weight.grad = None
+    for each in (model, plain):
+        run(each, 1)
+    _check(model, plain)
+
+
+@pytest.mark.parametrize("drop", [_drop_each, _drop_all])
+@pytest.mark.parametrize("program", [_after_an_interrupt, _between_unshard_and_reshard])
+@distributed(4)
+def test_what_a_full_dtensor_drops_is_dropped_at_rest(
+    program: Callable[[nn.Module, _Drop, _Run], None], drop: _Drop
+) -> None:
+    """S3.8: parameters of a tensor-parallel model; its root is no unit."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = Net(num_blocks=0).double()
+    model.blocks.extend(Layer(hidden=8).double() for _ in range(3))
+    for layer in (model.inp, model.out):
+        layer.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    for layer in model.blocks:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(layer, mesh=mesh["dp"])
+
+    def run(net: nn.Module, number: int) -> None:
+        generator = torch.Generator().manual_seed(10 * mesh["dp"].get_local_rank() + number)
+        square_mean(net(torch.randn(3, 5, generator=generator, dtype=torch.float64))).backward()
+
+    run(model, 0)
+    program(model, drop, lambda number: run(model, number))
+    run(plain, 2)
+    found = unsharded_gradients(model.blocks)
+    for name, param in plain.blocks.named_parameters():
+        dist.all_reduce(param.grad, dist.ReduceOp.SUM, mesh["dp"].get_group())
+        assert_close(found[name].full_tensor(), param.grad / 2, f"gradient of {name}")
+
+
+@strategies
+@distributed(1, 2)
+def test_a_full_parameter_has_a_stand_in_for_its_gradient(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Whoever asks for None finds it; whoever reads values gets an error with the name."""
+    torch.manual_seed(0)
+    model = Net()
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    unshard(model, recurse=True)
+    assert all(param.grad is None for param in model.parameters())
+    square_mean(model(rank_input(3, 5))).backward()
+    param = model.out.weight
+    assert param.grad is not None
+    assert param.grad.shape == param.shape
+    error = r"the gradient of parameter 'out.weight' is not shown while its full value is"
+    with pytest.raises(RuntimeError, match=error):
+        nn.utils.clip_grad_norm_([param], 1.0)
+    reshard(model, recurse=True)

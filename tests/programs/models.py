@@ -30,6 +30,7 @@ from composable_shard.comm.trace import CollectiveLog
 from composable_shard.options import Granularity
 from composable_shard.planning import ShardingPlan
 from composable_shard.runtime.unit import ShardState, TrainingState
+from composable_shard.tensor import own_gradient
 from tests.harness.helpers import assert_equal, assert_within, device
 
 __all__ = [
@@ -493,7 +494,8 @@ def _assert_state_at_rest(state: ShardState, *, is_kept: bool) -> None:
             assert handle.grads._own.buffer.untyped_storage().size() == 0, (
                 f"{handle.name}: reduce buffer"
             )
-        assert all(e.unsharded is None or e.unsharded.grad is None for e in handle.entries)
+        params = [entry.unsharded for entry in handle.entries]
+        assert all(param is None or own_gradient(param) is None for param in params)
         if not handle.is_kept and not is_kept:
             assert handle.unsharded.untyped_storage().size() == 0, f"{handle.name}: full values"
 
