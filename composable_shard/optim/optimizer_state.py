@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_shard.tensor import FlatShard, is_owned_by_other_rank, wrap
@@ -28,7 +29,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
 
     Raises:
         ValueError: If a state tensor has neither the parameter's shape nor a single element, for
-            example Adafactor's row statistics. Nothing has been changed then.
+            example Adafactor's row statistics, or is a DTensor. Nothing has been changed then.
     """
     shards = [param for param in optimizer.state if isinstance(param, FlatShard)]
     found = [
@@ -45,6 +46,11 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
     ]
     for param, key, value in full_size:
         spec = param._shard_spec
+        if isinstance(value, DTensor) and spec.tensor_parallel is None:
+            raise ValueError(
+                f"the state '{key}' of '{spec.label.fqn}' is a DTensor, which is cut in another "
+                "way than the parameter. Load it by set_optimizer_state_dict, on all ranks."
+            )
         if value.shape != param.shape and spec.owner is None:
             raise ValueError(
                 f"the state '{key}' of '{spec.label.fqn}' {tuple(spec.shape)} has shape "
