@@ -38,8 +38,10 @@ AT_REST = (
 HIDDEN = f"{_IN_UNIT} call register_orig_params(module) to have shards at rest. {_IN_TRAINING}"
 FULL_SIZE = (
     "Change whole values and gradients inside unshard_params(module, with_grads=True), or make the "
-    "other tensor like the parameter, as torch.zeros_like(p) does. For the state that an optimizer "
-    f"made before sharding call shard_optimizer_state(optimizer). {WHOLE_NEEDED}"
+    "other tensor like the parameter, as torch.zeros_like(p) does. Full parameters that unshard or "
+    "an interrupted forward has left are sharded again by reshard(module, recurse=True). For the "
+    "state that an optimizer made before sharding call shard_optimizer_state(optimizer). "
+    f"{WHOLE_NEEDED}"
 )
 INTO_PLAIN = (
     "To load a model that is not sharded, give it get_model_state_dict(model, "
