@@ -12,8 +12,8 @@ import torch
 from composable_shard.comm import trace
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
-from composable_shard.runtime.gathers import gather_in_backward
-from composable_shard.runtime.open_graphs import UnitCall
+from composable_shard.runtime.gathers import gather_in_backward, gather_region
+from composable_shard.runtime.open_graphs import UnitCall, alive
 from composable_shard.runtime.reduction_queue import CLOSED, DELIVERED, Item
 from composable_shard.runtime.unit import ShardState, TrainingState
 from composable_shard.torch_private import current_backward_id
@@ -90,6 +90,10 @@ class CallReached:
                 "forward and its backward, so the gradients would be those of other weights. Call "
                 "optimizer.step() and edit parameters before the forward or after the backward."
             )
+        region = self.call.region
+        if region is not None and len(region.units) > 1 and state not in backward.recomputed:
+            # As on ranks where the region runs again before they reach this call.
+            gather_region(context, region)
         _unshard(backward, state)
 
 
@@ -115,9 +119,10 @@ def recompute(state: ShardState) -> None:
     backward = begin_backward(context)
     backward.recomputed.add(state)
     last = state.last_call
-    if last.is_checkpointed and last.number >= context.graphs.start:
+    if last.region is not None and last.number >= context.graphs.start:
         # There may be no unit around it whose output was reached, [Note: End of a unit].
-        backward.end_units_after(last.end)
+        ends = [unit.last_call.end for unit in alive(last.region.units)]
+        backward.end_units_after(max(ends, default=last.end))
     backward.queue.check_not_written(state.needed)
     for handle in state.needed:
         if handle in backward.queue.items:
@@ -182,7 +187,7 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
         and not handle.full.serves_graphs
         and not any(known.backward_hooks)
         and not known.runs_backwards
-        and (state in backward.recomputed or not state.last_call.is_checkpointed)
+        and (state in backward.recomputed or state.last_call.region is None)
     )
     handle.grads.pack(index, may_overwrite=may_overwrite)
     if not (is_counted or handle.full.params.has_late_reads):

@@ -29,6 +29,7 @@ from composable_shard.runtime.initialization import initialize
 from composable_shard.runtime.membership import adopt_contents, renew_context, share_context
 from composable_shard.runtime.open_graphs import UnitCall, alive
 from composable_shard.runtime.outputs import arm, serve_graphs
+from composable_shard.runtime.saved_values import are_checkpoint
 from composable_shard.runtime.tree import called_modules, calling_modules, has_changed, read_state
 from composable_shard.runtime.unit import (
     ForwardCall,
@@ -138,7 +139,11 @@ def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> 
         call.innermost = CallReached(state, last_call, call.innermost)
         top, known = top_saved_tensors_hooks(False), state.known_forwards
         if top is not None or known.is_watched or known.keeps_hooks:
-            last_call.is_checkpointed = known.begin(state.name, state.needed, top)
+            hooks = known.begin(state.name, state.needed, top)
+            if hooks is not None:
+                last_call.region = graphs.enter_region(
+                    id(hooks[1]), state.ref, runs_again=are_checkpoint(hooks)
+                )
     elif is_in_function():
         graphs.may_recompute.add(state.ref)
 

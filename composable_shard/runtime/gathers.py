@@ -21,6 +21,7 @@ from contextlib import suppress
 from composable_shard.comm import ShardGroup, SmallGroup
 from composable_shard.flat_param import FlatParamHandle, FullState, Shown
 from composable_shard.options import ReshardAfterForward
+from composable_shard.runtime.open_graphs import Region, alive
 from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
 
 
@@ -82,6 +83,14 @@ def gather_ahead(
                 if when == "forward":
                     handle.adopt_changes()
                 handle.unshard(context.streams, when)
+
+
+def gather_region(context: TreeContext, region: Region[ShardState]) -> None:
+    """Start the gathers of the units that a checkpointed region runs again, in that order."""
+    for unit in alive(region.units):
+        for handle in unit.needed:
+            if handle.shown.state is Shown.SHARDED and unit.settings.unshard_in_backward:
+                handle.unshard(context.streams, "backward")
 
 
 def gather_kept(context: TreeContext) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import ref
 
 from composable_shard.torch_private import next_sequence_nr
@@ -17,6 +17,21 @@ def alive(refs: Iterable[ref[Unit]]) -> list[Unit]:
     return [unit for each in refs if (unit := each()) is not None]
 
 
+class Region(Generic[Unit]):
+    """The calls that one context of saved-tensor hooks has seen, as of a checkpointed region.
+
+    Attributes:
+        hooks: Identity of its unpack hook, which the graph keeps alive.
+        units: Units that non-reentrant checkpointing runs again, in order; empty for other hooks.
+    """
+
+    __slots__ = ("hooks", "units")
+
+    def __init__(self, hooks: int) -> None:
+        self.hooks = hooks
+        self.units: list[ref[Unit]] = []
+
+
 class UnitCall:
     """One graph-recording call of a unit, [Note: End of a unit].
 
@@ -24,15 +39,15 @@ class UnitCall:
         number: Its number among the calls of all units of the tree.
         sequence_nr: Number of the next autograd node when it began.
         end: Number of the first call that began after it had ended; -1 while it runs.
-        is_checkpointed: Non-reentrant checkpointing may run the call again.
+        region: Where saved-tensor hooks were in force, which may run the call again, or None.
     """
 
-    __slots__ = ("end", "is_checkpointed", "number", "sequence_nr")
+    __slots__ = ("end", "number", "region", "sequence_nr")
 
     def __init__(self, number: int = -1, end: int = -1) -> None:
         self.number, self.end = number, end
         self.sequence_nr = next_sequence_nr()
-        self.is_checkpointed = False
+        self.region: Region[Any] | None = None
 
 
 class OpenGraphs(Generic[Unit]):
@@ -47,6 +62,7 @@ class OpenGraphs(Generic[Unit]):
         armed: Units whose outputs wait for a backward, in the order of their last forward.
         may_recompute: Units whose forward may run again in a nested backward (reentrant
             checkpoints); `has_regions`: such units have existed.
+        region: The last one entered.
         last_backward_id: Number of the last known backward; `probed_backward_id`: of the last
             empty one.
     """
@@ -58,12 +74,21 @@ class OpenGraphs(Generic[Unit]):
         self.first_calls: dict[ref[Unit], int] = {}
         self.armed: dict[ref[Unit], None] = {}
         self.may_recompute: set[ref[Unit]] = set()
+        self.region: Region[Unit] | None = None
         self.last_backward_id = self.probed_backward_id = -1
 
     def forget(self) -> None:
         """Note that the graphs of all calls so far were used up or dropped."""
         self.armed.clear()
         self.first_calls.clear()
+
+    def enter_region(self, hooks: int, unit: ref[Unit], *, runs_again: bool) -> Region[Unit]:
+        """Return the region of these hooks, with a call of a unit entered."""
+        if self.region is None or self.region.hooks != hooks:
+            self.region = Region(hooks)
+        if runs_again:
+            self.region.units.append(unit)
+        return self.region
 
     def within(self, units: Collection[ref[Unit]]) -> OpenGraphs[Unit]:
         """Return the graphs as a tree has them that consists of some of the units."""

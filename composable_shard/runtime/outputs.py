@@ -116,7 +116,7 @@ def _register(
         hook = CallReached(state, last, None)
     own = state.last_call
     is_last = own.number + 1 == context.graphs.num_calls
-    hook.runs_alone = state.has_buckets and is_last and not own.is_checkpointed
+    hook.runs_alone = state.has_buckets and is_last and own.region is None
     is_armed = False
     for tensor in tensors:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:

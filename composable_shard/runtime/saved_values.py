@@ -224,12 +224,14 @@ class KnownForwards:
     def __reduce__(self) -> Any:
         return KnownForwards, (self.backward_hooks,)
 
-    def begin(self, name: str, handles: Sequence[FlatParamHandle], top: Hooks | None) -> bool:
-        """Push hooks if this call of a unit needs them; return whether others are in force."""
+    def begin(
+        self, name: str, handles: Sequence[FlatParamHandle], top: Hooks | None
+    ) -> Hooks | None:
+        """Push hooks if this call of a unit needs them; return the others that are in force."""
         owner = None if top is None else getattr(top[0], "__self__", None)
         others = owner.others if isinstance(owner, SavedValues) else top
         # Under checkpointing versions need no check: it gathers the unit and runs it again.
-        compares = others is not None and getattr(others[0], "__module__", "") != _CHECKPOINT
+        compares = others is not None and not are_checkpoint(others)
         is_refused = self.refuses_hooks or saved_tensors_hooks_refusal() is not None
         if (
             (self.is_watched or self.keeps_hooks or compares)
@@ -237,7 +239,7 @@ class KnownForwards:
             and frees_values(handles)
         ):
             self.hooks = SavedValues(self, name, handles, below=top, others=others)
-        return others is not None
+        return others
 
     def end(self, name: str, error: BaseException | None) -> None:
         """Remove the hooks of a call; push none from then on if they made it fail."""
@@ -255,6 +257,11 @@ class KnownForwards:
         self.is_watched = not is_looked_at
         if is_looked_at:
             self.keeps[num_nodes] = keeps
+
+
+def are_checkpoint(hooks: Hooks) -> bool:
+    """Return whether hooks are those of torch's non-reentrant checkpointing."""
+    return getattr(hooks[0], "__module__", "") == _CHECKPOINT
 
 
 def warn_of_late_read(unreached: Sequence[str]) -> None:

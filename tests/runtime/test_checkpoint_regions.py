@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 from composable_shard import ShardingStrategy, fully_shard
+from composable_shard.comm.trace import trace_events
 from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
 from tests.programs import claims
@@ -460,3 +462,55 @@ def test_c17_parameter_inside_and_outside_of_reentrant_regions(
             use_orig_params=use_orig_params,
             bucket_cap_mb=bucket_cap_mb,
         )
+
+
+class _UnitsInRegion(nn.Module):
+    """Two units in a region, whose last node saves a tensor on the first rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.extra = nn.Parameter(torch.randn(6))
+
+    def _region(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.second(torch.tanh(self.first(x)))
+        uses_extra = not dist.is_initialized() or dist.get_rank() == 0
+        return y * self.extra if uses_extra else y
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the region."""
+        y: Tensor = again(self._region, x)
+        return y
+
+
+@claims.variants
+@distributed(2)
+def test_c17_units_of_a_region_are_reduced_once(
+    strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """C17: also where a backward has reached one before the region runs again, on some ranks."""
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        for unit in (model.first, model.second, model):
+            fully_shard(unit, **options)
+
+    def program(model: nn.Module, number: int) -> None:
+        inputs = [rank_input(3, 6, step=2 * number + i, dtype=torch.float64) for i in range(2)]
+        losses = [square_mean(model(x)) for x in inputs]
+        is_reversed = number % 2 == 0
+        for loss in reversed(losses) if is_reversed else losses:
+            with trace_events() as events:
+                loss.backward()
+            reduced = Counter(event.name for event in events if event.kind == "issue_reduce")
+            # No forward but the last is expected, until a backward has reached an earlier one.
+            assert not is_reversed or set(reduced.values()) <= {1}, reduced
+
+    claims.assert_right(
+        _UnitsInRegion,
+        program,
+        shard=shard,
+        accumulates=accumulates,
+        steps=2,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
