@@ -114,12 +114,16 @@ class _Model(nn.Module):
         return x
 
 
+#: Which line of a step is the moment, on each rank.
+Moment = tuple[int, ...]
+
+
 class Interrupter:
     """Raises at the n-th line event in the package; counts them all with n = 0."""
 
     def __init__(self, moment: int) -> None:
         self.moment, self.num_lines, self.place = moment, 0, ""
-        self.moments: dict[tuple[object, int], list[int]] = {}  # when each line ran, if n = 0
+        self.moments: dict[str, list[int]] = {}  # when the lines of each place ran, if n = 0
 
     def _enter(self, frame: FrameType, event: str, arg: Any) -> Any:
         name = frame.f_code.co_filename
@@ -128,12 +132,12 @@ class Interrupter:
     def _count(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line":
             self.num_lines += 1
-            if self.moment == 0:
-                line = frame.f_code, frame.f_lineno
-                self.moments.setdefault(line, []).append(self.num_lines)
-            if self.num_lines == self.moment:
+            if self.moment in (0, self.num_lines):
                 name = frame.f_code.co_filename.removeprefix(PACKAGE + "/")
-                self.place = f"{name}:{frame.f_lineno} {frame.f_code.co_qualname}"
+                place = f"{name}:{frame.f_lineno} {frame.f_code.co_qualname}"
+                self.moments.setdefault(place, []).append(self.num_lines)
+            if self.num_lines == self.moment:
+                self.place = place
                 raise KeyboardInterrupt
         return self._count
 
@@ -191,11 +195,12 @@ class _InterruptedRun:
                 batch = rank_input(3, DIM, step=10 * number + micro).to(self.dtype)
                 square_mean(model(batch)).backward()
 
-    def interrupt(self, moment: int, path: Path) -> str:
+    def interrupt(self, when: Moment, path: Path) -> str:
         """Interrupt a step at a moment, and compare what comes after it; return the place."""
         if self.program.is_new:
             self.renew()
-        interrupter, folder, before = Interrupter(moment), None, self._shards(self.sharded)
+        moment, folder, before = when[0], None, self._shards(self.sharded)
+        interrupter = Interrupter(when[dist.get_rank()])
         try:
             with interrupter.watching():
                 self.step(moment)
@@ -314,10 +319,22 @@ def count_lines(name: str) -> int:
     return _watched(name).num_lines
 
 
-def distinct_moments(name: str) -> list[int]:
+def distinct_moments(name: str) -> dict[str, list[int]]:
     """Return when each line that a step of a program runs is run first and last."""
-    moments = _watched(name).moments.values()
-    return sorted({when for each in moments for when in (each[0], each[-1])})
+    moments = _watched(name).moments
+    return {place: [found[0], found[-1]] for place, found in moments.items()}
+
+
+def on_all_ranks(name: str, moments: Iterable[int]) -> list[Moment]:
+    """Return moments of a program that are the same on all ranks."""
+    return [(moment,) * PROGRAMS[name].world_size for moment in moments]
+
+
+def _common(found: list[dict[str, list[int]]]) -> list[Moment]:
+    """Return the moments of lines that all ranks run, each rank's own."""
+    places = [place for place in found[0] if all(place in each for each in found)]
+    moments = {tuple(each[place][i] for each in found) for place in places for i in (0, 1)}
+    return sorted(moments)
 
 
 def _watched(name: str) -> Interrupter:
@@ -347,8 +364,8 @@ def without_lost_interrupts() -> Iterator[None]:
 
 
 def run_moments(
-    name: str, moments: Iterable[int], folder: str, *, is_poisoned: bool
-) -> dict[int, str]:
+    name: str, moments: Iterable[Moment], folder: str, *, is_poisoned: bool
+) -> dict[Moment, str]:
     """Interrupt steps of a program at moments, on every rank; return their places."""
     places = {}
     poison = poisoned() if is_poisoned else nullcontext()
@@ -357,7 +374,7 @@ def run_moments(
         warnings.filterwarnings("ignore", "a backward failed, and the last forwards")
         run = _InterruptedRun(PROGRAMS[name])
         for moment in moments:
-            sys.stdout.write(f"moment {moment}\n")
+            sys.stdout.write(f"moment {moment[0]}\n")
             sys.stdout.flush()
             try:
                 places[moment] = run.interrupt(moment, Path(folder))
@@ -366,7 +383,7 @@ def run_moments(
     return places
 
 
-def run_chunk(name: str, moments: list[int], folder: str) -> tuple[int, list[str]]:
+def run_chunk(name: str, moments: list[Moment], folder: str) -> tuple[int, list[str]]:
     """Run moments on workers; return how many were run, and what was wrong, a text for each."""
     failures: list[str] = []
     program, num_run = PROGRAMS[name], 0
@@ -383,29 +400,30 @@ def run_chunk(name: str, moments: list[int], folder: str) -> tuple[int, list[str
                 num_done += 1
         except RankError as error:
             text = str(error)
-            reached = max(map(int, re.findall(r"^moment (\d+)$", text, re.M)), default=moments[0])
+            firsts = [moment[0] for moment in moments]
+            reached = max(map(int, re.findall(r"^moment (\d+)$", text, re.M)), default=firsts[0])
             failures.append(f"{name} {reached}: {text}")
-            num_done = moments.index(reached) + 1
+            num_done = firsts.index(reached) + 1
         num_run, moments = num_run + num_done, moments[num_done:]
     return num_run, failures
 
 
-def _jobs(args: argparse.Namespace, counts: dict[str, int]) -> Iterator[tuple[str, list[int]]]:
+def _jobs(args: argparse.Namespace, counts: dict[str, int]) -> Iterator[tuple[str, list[Moment]]]:
     """Yield moments of programs: the one that is asked for, all, or random ones without end."""
     random = Random(args.seed)
     if args.only is not None:
-        yield from ((name, [args.only]) for name in counts)
+        yield from ((name, on_all_ranks(name, [args.only])) for name in counts)
     elif args.seed is None:
         finder = importlib.import_module("tests.interrupts").distinct_moments
         for name, count in counts.items():
-            moments = list(range(args.first, count + 1, args.every))
+            moments = on_all_ranks(name, range(args.first, count + 1, args.every))
             if args.distinct:
-                moments = run_ranks(PROGRAMS[name].world_size, finder, name)[0]
+                moments = _common(run_ranks(PROGRAMS[name].world_size, finder, name))
             for start in range(0, len(moments), 200):
                 yield name, moments[start : start + 200]
     while args.seed is not None and args.only is None:
         name = random.choice(list(counts))
-        yield name, sorted(random.sample(range(1, counts[name] + 1), 40))
+        yield name, on_all_ranks(name, sorted(random.sample(range(1, counts[name] + 1), 40)))
 
 
 def run_interrupts() -> int:
