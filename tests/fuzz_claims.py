@@ -603,7 +603,8 @@ class _Trainee:
             self.interrupt(micro.fails_at)
             return
         block = self.model.blocks[micro.fails_at]
-        grads = [(p, None if p.grad is None else p.grad.clone()) for p in self.model.parameters()]
+        params = () if self.is_sharded else self.model.parameters()
+        grads = [(p, None if p.grad is None else p.grad.clone()) for p in params]
         is_at_rest = micro.fails == "rest"
         if is_at_rest and not block.up.weight.requires_grad:
             return  # such a loss is right
@@ -613,9 +614,8 @@ class _Trainee:
             loss = self.loss(Micro(loss="main"))
             (loss + block.up.weight.square().sum() if is_at_rest else loss).backward()
         block.fails = None
-        if not self.is_sharded:  # the sharded model drops such gradients as a whole
-            for param, grad in grads:
-                param.grad = grad
+        for param, grad in grads:  # the sharded model drops such gradients as a whole
+            param.grad = grad
 
     def interrupt(self, moment: int) -> None:
         """Interrupt the sharded model; all gradients are dropped after it.
@@ -799,7 +799,8 @@ def run_apart(world_size: int, seed: int, features: set[str]) -> str:
     one in which ranks use other parameters inside reentrant checkpoints or gradients of gradients:
     what tells there that values have been read for the last time comes elsewhere. The same is true
     of one with buckets in which a backward fails or is refused: some ranks alone may have reduced
-    a bucket.
+    a bucket; and of units inside a checkpointed block that is called twice, where nothing tells
+    which of its calls runs again.
     """
     case = draw(seed, features)
     micros = [micro for _, micros, _ in case.steps for micro in micros]
@@ -815,7 +816,8 @@ def run_apart(world_size: int, seed: int, features: set[str]) -> str:
     except RankError as error:
         if is_apart(error):
             return "apart"
-        may_be_refused = (case.is_uneven and is_local) or hides
+        runs_twice = any(each.checkpoint == "False" and each.repeats > 1 for each in case.blocks)
+        may_be_refused = (case.is_uneven and is_local) or hides or runs_twice
         # A loss kept aside may depend on none of the `inputs`.
         is_missed = hides and any(micro.inputs for micro in micros)
         has_regions = any(block.checkpoint is not None for block in case.blocks)
