@@ -433,9 +433,10 @@ class FlatParamHandle:
             keeps: Whether to write edits back, if the unit can.
 
         Raises:
-            RuntimeError: If some parameters of a flat parameter were frozen and others not; then
-                all are as before.
+            RuntimeError: If a module shows another object in the place of one of them; if some
+                parameters of a flat parameter were frozen and others not, then all are as before.
         """
+        self.shown.check_registered()
         params = self.full.params
         if params.aliases.has_new_flags or params.has_unwatched:
             self._adopt_shown_flags(where)

@@ -99,6 +99,8 @@ class CallReached:
 
 def _unshard(backward: BackwardPass, state: ShardState) -> None:
     """Gather a unit for its backward, start the gathers of the next units, show its parameters."""
+    for handle in state.needed:
+        handle.shown.check_registered()
     gather_in_backward(backward.context, state, backward.prefetched, backward.following)
     for handle in state.needed if state.settings.unshard_in_backward else ():
         handle.full.wait()
