@@ -73,7 +73,15 @@ class Aliases:
         return stand_in
 
     def note_hidden(self, param: UnshardedParameter) -> None:
-        """Note that an alias of a parameter is taken; raise if its gradient has overwritten it."""
+        """Note that an alias of a parameter is taken; raise if its value is not there."""
+        handle = self.handle()
+        full = None if handle is None or handle.shown.is_unsharded else handle.full
+        if full is not None and not full.is_whole and not (full.has_values and full.is_current):
+            raise RuntimeError(
+                f"the full value of parameter '{param.shard_label}' was kept and is read after its "
+                "unit has freed it, or parameters were written since. Clone in the forward what "
+                "you want to keep, or read the module's own parameter: p.full_tensor()."
+            )
         self.are_hidden = True
         if self.overwritten is not None and self.overwritten[param.position]:
             raise RuntimeError(

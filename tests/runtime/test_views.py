@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -203,3 +204,32 @@ def test_c16_parameter_made_of_full_values_is_refused() -> None:
         model(rank_input(4, 6, dtype=torch.float64))
     model[1].take = lambda _, weight: nn.Parameter(weight.detach().clone())
     model(rank_input(4, 6, dtype=torch.float64)).sum().backward()
+
+
+def _detach(weight: Tensor) -> Tensor:
+    return weight.detach()
+
+
+def _data(weight: Tensor) -> Tensor:
+    return weight.data
+
+
+@pytest.mark.parametrize("take", [_detach, _data, copy.deepcopy])
+@claims.strategies
+@distributed(1, 2)
+def test_c16_weight_that_a_hook_kept_is_right_or_refused(
+    take: Callable[[Any], Tensor], strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Case 16: read after the step, it has the new values, or names the parameter."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)).double()
+    kept: list[Any] = []
+    model[0].register_forward_hook(lambda module, *_: kept.append(module.weight))
+    fully_shard(model, strategy=strategy, use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _run_and_square(model, 0)
+    optimizer.step()
+    if get_handles(model)[0].full.is_whole:
+        claims.assert_close(take(kept[0]), claims.unsharded_values(model)["0.weight"], "weight")
+        return
+    with pytest.raises(RuntimeError, match=r"full value of parameter '0.weight' was kept and is"):
+        take(kept[0])
