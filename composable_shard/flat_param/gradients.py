@@ -422,11 +422,11 @@ class FlatGradients:
             full.params.note_graphs_end()
         is_partial = self.reduction.partial is not None
         pieces = self._ready_pieces(is_partial=is_partial)
-        if shown.shows_flat and shown.flat is not None:
-            used = note_used(shown.flat, used)
         if is_partial:
             self.was_used = used  # until the postponed all-reduce
             return
+        if shown.shows_flat and shown.flat is not None:
+            used = note_used(shown.flat, used)
         reduced, self.reduced = self.reduced, None
         self.was_used = [False] * len(self.was_used)
         at_rest = shown.at_rest

@@ -19,6 +19,7 @@ from composable_shard import (
     fully_shard,
     no_sync,
     reshard,
+    set_requires_all_reduce,
     unshard,
     unshard_params,
 )
@@ -29,6 +30,7 @@ from tests.programs.models import (
     Net,
     average_gradients,
     rank_input,
+    replica_mesh,
     shard_blocks,
     square_mean,
 )
@@ -149,6 +151,28 @@ def test_one_full_parameter_drops_replaces_or_adds_to_its_own_gradient_alone(
             layer.down.bias.grad += torch.ones(15, dtype=torch.float64)
     if not is_interrupted:
         reshard(model, recurse=True)
+    for each in (model, plain):
+        run(each, 1)
+    _check(model, plain)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(4)
+def test_zero_grad_drops_what_waits_for_an_all_reduce(use_orig_params: bool) -> None:
+    """Of all parameters of a flat one, and of one alone."""
+    torch.manual_seed(0)
+    model = Net().double()
+    plain = copy.deepcopy(model)
+    shard_blocks(model, mesh=replica_mesh(), use_orig_params=use_orig_params)
+    set_requires_all_reduce(model, False)
+    run = _run_first((model, plain), accumulates=False)
+    for each in (model, plain):
+        each.blocks[0].zero_grad()
+    unshard(model, recurse=True)
+    for each in (model, plain):
+        each.blocks[1].up.weight.grad = None
+    reshard(model, recurse=True)
+    set_requires_all_reduce(model, True)
     for each in (model, plain):
         run(each, 1)
     _check(model, plain)
