@@ -123,8 +123,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain parameter with a copy of the values, which is never freed."""
-        copy = nn.Parameter(super().detach().clone(), is_trainable(self))
-        return copy.__reduce_ex__(protocol)
+        return _plain(self).__reduce_ex__(protocol)
 
     def detach(self) -> Tensor:
         """Return a detached alias, as any tensor's does."""
@@ -209,21 +208,35 @@ class GradientAtRest(HiddenGradient):
         return self
 
 
-class _UnshardedDTensor(DTensor):
+class _UnshardedDTensor(NeverStepped, DTensor):
     """A full DTensor, whose `.grad` follows the gradient at rest as that of others does."""
 
-    aliases: Aliases
-    position: int
+    shard_label: object = "?"
+    aliases = Aliases()
+    position = 0
     grad = UnshardedParameter.grad
 
+    @staticmethod
+    def __tensor_unflatten__(*args: Any) -> DTensor:
+        """Make the tensor that a compiler traces, of this class: compiled code asks for it."""
+        made: DTensor = DTensor.__tensor_unflatten__(*args)
+        made.__class__ = _UnshardedDTensor
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._as_plain(), memo)
+        return copy.deepcopy(_plain(self), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._as_plain().__reduce_ex__(protocol)
+        return _plain(self).__reduce_ex__(protocol)
 
-    def _as_plain(self) -> nn.Parameter:
-        return nn.Parameter(self.detach().clone(), is_trainable(self))
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":  # by torch.utils.swap_tensors, as `Module.to` calls it
+            _refuse_other_data(self.shard_label)
+        super().__setattr__(name, value)
+
+
+def _plain(param: Tensor) -> nn.Parameter:
+    return nn.Parameter(Tensor.detach(param).clone(), is_trainable(param))
 
 
 def _refuse_other_data(label: object) -> NoReturn:
@@ -240,7 +253,8 @@ def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Par
     if not isinstance(dense, DTensor):
         return UnshardedParameter(dense, flag, noted)
     param = nn.Parameter(dense, flag)
-    param.__dict__.update(aliases=noted[1], position=noted[2])
+    names = "shard_label", "aliases", "position"
+    param.__dict__.update(zip(names, noted, strict=True))
     param.__class__ = _UnshardedDTensor  # type: ignore[assignment]
     return param
 

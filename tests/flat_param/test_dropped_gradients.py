@@ -197,13 +197,8 @@ def test_one_parameter_of_a_scope_drops_its_own_gradient_alone(
     _check(model, plain)
 
 
-@pytest.mark.parametrize("drop", [_drop_each, _drop_all])
-@pytest.mark.parametrize("program", [_after_an_interrupt, _between_unshard_and_reshard])
-@distributed(4)
-def test_what_a_full_dtensor_drops_is_dropped_at_rest(
-    program: Callable[[nn.Module, _Drop, _Run], None], drop: _Drop
-) -> None:
-    """S3.8: parameters of a tensor-parallel model; its root is no unit."""
+def _dtensor_models() -> tuple[nn.Module, nn.Module, Callable[[nn.Module, int], None]]:
+    """Return a tensor-parallel model whose root is no unit, a plain one, and what runs either."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = Net(num_blocks=0).double()
@@ -219,13 +214,55 @@ def test_what_a_full_dtensor_drops_is_dropped_at_rest(
         generator = torch.Generator().manual_seed(10 * mesh["dp"].get_local_rank() + number)
         square_mean(net(torch.randn(3, 5, generator=generator, dtype=torch.float64))).backward()
 
+    return model, plain, run
+
+
+def _check_dtensors(model: nn.Module, plain: nn.Module) -> None:
+    found = unsharded_gradients(model.blocks)
+    for name, param in plain.blocks.named_parameters():
+        dist.all_reduce(param.grad)
+        assert_close(found[name].full_tensor(), param.grad / dist.get_world_size(), name)
+
+
+@pytest.mark.parametrize("drop", [_drop_each, _drop_all])
+@pytest.mark.parametrize("program", [_after_an_interrupt, _between_unshard_and_reshard])
+@distributed(4)
+def test_what_a_full_dtensor_drops_is_dropped_at_rest(
+    program: Callable[[nn.Module, _Drop, _Run], None], drop: _Drop
+) -> None:
+    """S3.8: parameters of a tensor-parallel model; its root is no unit."""
+    model, plain, run = _dtensor_models()
     run(model, 0)
     program(model, drop, lambda number: run(model, number))
     run(plain, 2)
-    found = unsharded_gradients(model.blocks)
-    for name, param in plain.blocks.named_parameters():
-        dist.all_reduce(param.grad, dist.ReduceOp.SUM, mesh["dp"].get_group())
-        assert_close(found[name].full_tensor(), param.grad / 2, f"gradient of {name}")
+    _check_dtensors(model, plain)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@distributed(4)
+def test_a_layer_with_full_dtensors_can_be_compiled(is_held: bool) -> None:
+    """S3.8: compiled code asks for the class that was traced."""
+    model, plain, run = _dtensor_models()
+    model.blocks[0].compile(backend="aot_eager")
+    if is_held:
+        unshard(model, recurse=True)
+    for number in range(2):
+        run(model, number)
+        run(plain, number)
+    if is_held:
+        reshard(model, recurse=True)
+    _check_dtensors(model, plain)
+
+
+@distributed(4)
+def test_a_full_dtensor_is_not_converted() -> None:
+    """As other full parameters, which would no longer be views of the buffer."""
+    model, _, _ = _dtensor_models()
+    unshard(model, recurse=True)
+    with pytest.raises(RuntimeError, match="Couldn't swap") as caught:
+        model.blocks.to(torch.float32)
+    assert "'up.weight' can't be given other data" in str(caught.value.__cause__)
+    reshard(model, recurse=True)
 
 
 @strategies
