@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.flat_param.entries import FlatEntry
-from composable_shard.flat_param.grad_pieces import checked_gradient, local_gradient, move_shard
+from composable_shard.flat_param.grad_pieces import (
+    checked_gradient,
+    local_gradient,
+    move_shard,
+    note_used,
+    wrap_all,
+)
+from composable_shard.flat_param.grad_pieces import set_gradients as add_gradients
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.shown import check_flags, take_flags
 from composable_shard.flat_param.unsharded import ALL, UnshardedParameter
@@ -60,20 +67,18 @@ def mark_pending(handle: FlatParamHandle) -> None:
 
 
 def keep_left_gradients(handle: FlatParamHandle) -> None:
-    """Let gradients that users set on the full parameters replace those at rest, and wait."""
+    """Keep gradients that users set on the full parameters, to wait for a reduction."""
     grads = handle.grads
     params = enumerate(entry.unsharded for entry in handle.entries)
     left = [index for index, each in params if each is not None and own_gradient(each) is not None]
     if grads.packing is not None and (left or (True in grads.arrived and not grads.is_unsynced)):
-        for index in set(left) - handle.full.params.aliases.added:
-            drop_gradient(handle, index)
-        handle.full.params.aliases.added.clear()
-        settle_pending(handle)
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
+            settle_pending(handle)
             for index in left:
                 grads.pack(index, may_overwrite=False)
-        grads.postpone()
-        mark_pending(handle)
+            grads.postpone()
+            mark_pending(handle)
+    handle.full.params.aliases.left.clear()
 
 
 def settle_pending(handle: FlatParamHandle) -> None:
@@ -112,16 +117,16 @@ def drop_gradient(handle: FlatParamHandle, index: int) -> None:
         handle.entries[index].sharded.grad = None
         return
     indices = range(len(handle.entries)) if index == ALL else [index]
-    with torch.no_grad(), settled(handle):
+    with torch.inference_mode(False), torch.no_grad(), settled(handle):
         _drop(handle, indices)
         grad, used = flat.sharded.grad, has_gradients(handle)
         for each in indices:
             used[each] = False
             if isinstance(grad, FlatShard):
                 handle.entries[each].slice_of(grad._local).zero_()
-        flat.used = used
-        if not any(used):
-            flat.sharded.grad = None
+        flat.used, flat.sharded.grad = used, None
+        if isinstance(grad, FlatShard) and any(used):
+            flat.sharded.grad = wrap(grad._local, flat.spec)  # stand-ins know it by its identity
 
 
 @contextmanager
@@ -341,18 +346,21 @@ def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -
 
 
 def write_unsharded_gradients(handle: FlatParamHandle) -> None:
-    """Move `.grad` of unsharded parameters into existing sharded gradients; drop the others."""
-    shard, existing = gradient_shard(handle), has_gradients(handle)
-    for entry, exists in zip(handle.entries, existing, strict=True):
-        param = entry.unsharded
-        gradient = None if param is None else own_gradient(param)
-        if param is None or gradient is None:
+    """Add `.grad` of full parameters to the gradients at rest; drop those where there was none."""
+    whole, used = torch.zeros_like(handle.local_shard), has_gradients(handle)
+    at_rest, left, flat = handle.shown.at_rest, handle.full.params.aliases.left, handle.shown.flat
+    for index, entry in enumerate(handle.entries):
+        gradient = None if entry.unsharded is None else own_gradient(entry.unsharded)
+        used[index] = gradient is not None and (used[index] or left.pop(index, False))
+        if gradient is None or entry.unsharded is None:
             continue
-        set_gradient(param, None)
-        if exists and not entry.spec.is_owned_by_other_rank:  # its owner has the same
+        set_gradient(entry.unsharded, None)
+        if used[index] and not entry.spec.is_owned_by_other_rank:  # its owner has the same
             piece = entry.spec.slice(local_gradient(gradient, entry.spec))
-            entry.slice_of(shard).copy_(piece)
-    set_gradients(handle, shard, [False] * len(existing))
+            entry.slice_of(whole).copy_(piece)
+    if handle.shown.shows_flat and flat is not None:
+        used = note_used(flat, used)
+    add_gradients(at_rest, wrap_all([each.slice_of(whole) for each in at_rest], at_rest), used)
 
 
 def _move_gradients_to_flat(handle: FlatParamHandle, flat: FlatEntry) -> None:

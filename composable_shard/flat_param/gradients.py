@@ -457,8 +457,9 @@ class FlatGradients:
         if self.host is not None:
             self.host.drop()
         self.is_unsynced = self.has_graph = False
-        for entry in self._shown.entries:
-            if entry.unsharded is not None:
+        left = () if self._full is None else self._full.params.aliases.left
+        for index, entry in enumerate(self._shown.entries):
+            if entry.unsharded is not None and index not in left:
                 set_gradient(entry.unsharded, None)
 
     def _forget(self) -> None:

@@ -21,6 +21,7 @@ from composable_shard.tensor import (
     NeverStepped,
     is_trainable,
     own_gradient,
+    reduced_gradient,
     set_gradient,
     user_attributes,
 )
@@ -44,33 +45,63 @@ def _no_handle() -> None:
 class Aliases:
     """Notes that the parameters of one flat parameter share."""
 
-    __slots__ = ("added", "are_hidden", "handle", "has_new_flags", "overwritten")
+    __slots__ = ("are_hidden", "handle", "has_new_flags", "left", "overwritten")
 
     def __init__(self) -> None:
         self.handle: Callable[[], Any] = _no_handle  # until gradients are hooked
-        self.added: set[int] = set()  # positions whose gradient adds to the one at rest
+        # Positions whose gradient the user set; whether there was one at rest, which it replaces.
+        self.left: dict[int, bool] = {}
         self.are_hidden = False  # an alias was taken that autograd can't see
         self.has_new_flags = False  # `requires_grad` of a parameter was set
         # By position: the gradient has overwritten the value; None: no value can be overwritten.
         self.overwritten: Sequence[bool] | None = None
 
-    def drop_gradient(self, position: int) -> None:
-        """Drop the gradient of the parameter at rest, as the user dropped that of the shown one."""
-        if (handle := self.handle()) is not None:
-            handle.drop_gradient(handle, position)
-
     def gradient_at_rest(self, param: UnshardedParameter) -> GradientAtRest | None:
         """Return what stands for the gradient of the parameter at rest; None if it has none."""
-        if (handle := self.handle()) is None:
+        handle, position = self.handle(), param.position
+        if handle is None:
             return None
-        shown, position = handle.shown, param.position
-        holder = shown.flat if shown.shows_flat else handle.entries[position]
-        if holder.sharded.grad is None:
+        shown = handle.shown
+        entry = shown.flat if position == ALL else handle.entries[position]
+        holder = shown.flat if shown.shows_flat else entry
+        grad = holder.sharded.grad
+        if grad is not None and holder is not entry and not handle.grads.used[position]:
+            is_others = any(holder.used) and not holder.used[position]
+            grad = None if is_others or reduced_gradient(holder.sharded) is None else grad
+        if grad is None:
             return None
-        like = holder if position == ALL else handle.entries[position]
-        stand_in = GradientAtRest(like.sharded, None, param.dtype, param.device)
+        stand_in = GradientAtRest(entry.sharded, grad, param.dtype, param.device)
         stand_in.full = param
         return stand_in
+
+    def change_gradient(self, param: UnshardedParameter, value: Tensor | None) -> None:
+        """Set the gradient of a full parameter, or with None drop it; drop that at rest."""
+        at_rest, position = self.gradient_at_rest(param), param.position
+        self.check_can_change(param, value)
+        set_gradient(param, value)
+        if at_rest is not None:
+            handle = self.handle()
+            handle.drop_gradient(handle, position)
+        if value is None:
+            self.left.pop(position, None)
+        else:
+            self.left[position] = at_rest is not None or self.left.get(position, False)
+
+    def check_can_change(self, param: UnshardedParameter, value: object) -> None:
+        """Check that the gradient of a full parameter may be set, or with None dropped."""
+        if (handle := self.handle()) is None:
+            return
+        if handle.guard.is_backward_running:
+            raise RuntimeError(
+                f"the gradient of parameter '{param.shard_label}' was set or dropped inside a "
+                "backward, which may have taken it already. Do it after backward() has returned."
+            )
+        if value is not None and (param.position == ALL or not is_trainable(param)):
+            raise RuntimeError(
+                f"no gradient can be set on the full parameter '{param.shard_label}', which is "
+                "frozen or stands for others. Call requires_grad_(True) or register_orig_params("
+                "module) before, or set the gradient after reshard(module)."
+            )
 
     def note_hidden(self, param: UnshardedParameter) -> None:
         """Note that an alias of a parameter is taken; raise if its value is not there."""
@@ -148,23 +179,19 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient until it is packed, then a `GradientAtRest`.
+        """What stands for the gradient at rest, if there is one; else what the user has set.
 
-        Setting None drops the gradient at rest too; a tensor replaces it when `reshard` is called.
+        None drops either, a tensor replaces either. It waits for a reduction from `reshard` on.
         """
-        gradient = own_gradient(self)
-        if gradient is not None or is_compiling():
-            return gradient
-        return self.aliases.gradient_at_rest(self)
+        at_rest = None if is_compiling() else self.aliases.gradient_at_rest(self)
+        return own_gradient(self) if at_rest is None else at_rest
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None and (value is own_gradient(self) or isinstance(value, GradientAtRest)):
-            return  # `grad += x` gives it back
-        set_gradient(self, value)
-        self.aliases.added.discard(self.position)
-        if value is None:
-            self.aliases.drop_gradient(self.position)
+        if isinstance(value, GradientAtRest):
+            _check_stands_for(value, self)  # `grad += x` gives it back
+        else:
+            self.aliases.change_gradient(self, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> UnshardedParameter:
         """Set `requires_grad` and return the parameter."""
@@ -197,15 +224,29 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
 
 
 class GradientAtRest(HiddenGradient):
-    """The `.grad` of a full parameter whose sharded one has a gradient."""
+    """The `.grad` of a full parameter whose sharded one has a gradient, `reduced`."""
 
-    full: UnshardedParameter
+    full: UnshardedParameter | None = None  # None: a copy that `.to()` has made
 
-    def __iadd__(self, other: Tensor) -> GradientAtRest:  # type: ignore[misc, override]
-        """Let `full.grad += other` wait for `reshard`, which adds it to the gradient at rest."""
-        set_gradient(self.full, other)
-        self.full.aliases.added.add(self.full.position)
+    def __iadd__(self, other: Any) -> GradientAtRest:  # type: ignore[misc]
+        """Let `full.grad += other` wait for a reduction, which adds it to the gradient at rest."""
+        _check_stands_for(self, full := self.full)
+        if full is None or getattr(self.reduced, "_shard_spec", self._shard_spec).owner is not None:
+            return self._local  # other ranks don't know whether there is a gradient
+        full.aliases.check_can_change(full, other)
+        own = own_gradient(full)
+        own = torch.zeros_like(full) if own is None else own
+        own += other
+        set_gradient(full, own)
+        full.aliases.left[full.position] = True
         return self
+
+
+def _check_stands_for(stand_in: GradientAtRest, full: UnshardedParameter | None) -> None:
+    """Raise unless this stands for the gradient that the full parameter has at rest now."""
+    now = None if full is None else full.aliases.gradient_at_rest(full)
+    if now is None or now.reduced is not stand_in.reduced or full is not stand_in.full:
+        stand_in._local  # noqa: B018 -- raises
 
 
 class _UnshardedDTensor(NeverStepped, DTensor):

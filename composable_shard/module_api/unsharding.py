@@ -111,10 +111,8 @@ def _reshard(state: ShardState) -> None:
         return
     state.let_go()
     if state.training_state is TrainingState.IDLE:
-        for handle in state.handles:
-            if not handle.full.claims:
-                keep_left_gradients(handle)
         for handle in state.needed:
             if not handle.full.claims:
+                keep_left_gradients(handle)
                 handle.full.end_graphs()
             release_handle(handle)

@@ -270,6 +270,8 @@ def _leave_pass(
                 is_edited = not handle.full.claims and handle.take_back("in forward", keeps=True)
                 if is_edited and reached is not None:
                     reached.note_edits()
+                if handle.full.params.aliases.left and not handle.full.claims:
+                    keep_left_gradients(handle)
         finally:
             for handle in state.needed:
                 if keeps and not handle.full.claims:
@@ -312,8 +314,6 @@ def _recover_interrupted_call(context: TreeContext) -> None:
         other.known_forwards.end(other.name, None)
         # After a KeyboardInterrupt the post-forward hook has not run.
         other.depth = 0
-        for handle in other.needed:
-            keep_left_gradients(handle)
         if other.training_state is TrainingState.FORWARD:
             other.transition(TrainingState.IDLE)
         _leave_pass(context, other)

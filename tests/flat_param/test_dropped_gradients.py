@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,12 +19,14 @@ from composable_shard import (
     ShardingStrategy,
     fully_shard,
     no_sync,
+    register_flat_param,
     reshard,
     set_requires_all_reduce,
     unshard,
     unshard_params,
+    writeback,
 )
-from tests.harness.helpers import distributed
+from tests.harness.helpers import Planned, distributed
 from tests.programs.claims import assert_close, strategies, unsharded_gradients, variants
 from tests.programs.models import (
     Layer,
@@ -154,6 +157,174 @@ def test_one_full_parameter_drops_replaces_or_adds_to_its_own_gradient_alone(
     for each in (model, plain):
         run(each, 1)
     _check(model, plain)
+
+
+def _before_a_backward(model: nn.Module, change: _Drop, run: _Run) -> None:
+    unshard(model, recurse=True)
+    change(model)
+    run(1)
+    reshard(model, recurse=True)
+
+
+def _in_a_forward(model: nn.Module, change: _Drop, run: _Run) -> None:
+    hook = model.blocks[1].register_forward_pre_hook(lambda *_: change(model))
+    run(1)
+    hook.remove()
+
+
+def _change_some(model: nn.Module) -> None:
+    layer, ones = model.blocks[1], torch.ones(15, dtype=torch.float64)
+    layer.up.weight.grad = None
+    assert layer.up.weight.grad is None
+    layer.up.bias.grad = torch.full((7,), 2.0, dtype=torch.float64)
+    gradient = layer.down.bias.grad
+    for _ in range(3):
+        gradient += ones
+    layer.down.weight.grad += 1
+    assert ones.sum() == 15  # the user's is not written to
+
+
+@pytest.mark.parametrize("program", [_before_a_backward, _in_a_forward])
+@variants
+@distributed(1, 2)
+def test_a_backward_adds_to_what_full_parameters_were_given(
+    program: Callable[[nn.Module, _Drop, _Run], None],
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+    accumulates: bool,
+) -> None:
+    """Not to the gradient that it replaced."""
+    torch.manual_seed(0)
+    model = Net().double()
+    plain = copy.deepcopy(model)
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    run = _run_first((model, plain), accumulates=accumulates)
+    program(model, _change_some, lambda number: run(model, number))
+    _change_some(plain)
+    run(plain, 1)
+    _check(model, plain)
+
+
+@strategies
+@distributed(1, 2)
+def test_what_was_given_after_a_failed_backward_stays(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Its own gradients are dropped by the next call."""
+    torch.manual_seed(0)
+    model = Net().double()
+    plain = copy.deepcopy(model)
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    run = _run_first((model, plain), accumulates=False)
+    unshard(model, recurse=True)
+
+    def fail(*_: object) -> None:
+        raise Planned
+
+    hook = model.blocks[1].register_full_backward_hook(fail)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the backward did not reach the first block
+        with pytest.raises(Planned):
+            run(model, 1)
+    hook.remove()
+    for each in (model, plain):
+        _change_some(each)
+        run(each, 2)
+    reshard(model, recurse=True)
+    _check(model, plain)
+
+
+@strategies
+@distributed(1, 2)
+def test_zero_grad_drops_what_a_forward_gave(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Between a forward and its backward."""
+    torch.manual_seed(0)
+    model = Net().double()
+    plain = copy.deepcopy(model)
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    run = _run_first((model, plain), accumulates=False)
+    model.blocks[1].register_forward_pre_hook(lambda *_: _change_some(model))
+    loss = square_mean(model(rank_input(3, 5, step=1, dtype=torch.float64)))
+    model.zero_grad()
+    plain.zero_grad()
+    loss.backward()
+    run(plain, 1)
+    _check(model, plain)
+
+
+@strategies
+@distributed(1, 2)
+def test_writeback_adds_to_the_gradient_at_rest(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """`p.grad += x` keeps what was there; the same on all ranks."""
+    torch.manual_seed(0)
+    model = Net().double()
+    plain = copy.deepcopy(model)
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    _run_first((model, plain), accumulates=False)
+    unshard(model, recurse=True)
+    for each in (model, plain):
+        _change_some(each)
+    writeback(model, recurse=True, with_grads=True)
+    reshard(model, recurse=True)
+    _check(model, plain)
+
+
+@strategies
+@distributed(1, 2)
+def test_a_stand_in_stands_for_the_gradient_that_is_there(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """S1.1: not for one that was dropped, nor for another parameter's, nor for what was added."""
+    torch.manual_seed(0)
+    model = Net()
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    square_mean(model(rank_input(3, 5))).backward()
+    unshard(model, recurse=True)
+    up, down = model.blocks[1].up.weight, model.blocks[1].down.weight
+    error = r"the gradient of parameter 'blocks.1.up.weight' is not shown"
+    before = up.grad
+    up.grad = before
+    with pytest.raises(RuntimeError, match=error):
+        down.grad = before
+    with pytest.raises(RuntimeError, match=error):
+        up.grad = before.to(torch.float64)
+    up.grad += 1
+    with pytest.raises(RuntimeError, match=error):
+        up.grad *= 2
+    up.grad = None
+    with pytest.raises(RuntimeError, match=error):
+        up.grad = before
+    with pytest.raises(RuntimeError, match=error):
+        before += 1
+    reshard(model, recurse=True)
+
+
+@strategies
+@distributed(1, 2)
+def test_gradients_of_full_parameters_are_not_changed_in_a_backward(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """S1.1: a backward may have taken them; of frozen ones nothing would be kept."""
+    torch.manual_seed(0)
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    hook = model.blocks[1].register_full_backward_hook(lambda *_: _drop_each(model.blocks[1]))
+    with pytest.raises(RuntimeError, match="was set or dropped inside a backward"):
+        square_mean(model(rank_input(3, 5))).backward()
+    hook.remove()
+    unshard(model, recurse=True)
+    with pytest.raises(RuntimeError, match="which is frozen or stands for others"):
+        model.blocks[0].up.weight.grad = torch.ones(7, 15)
+    if not use_orig_params:
+        register_flat_param(model)
+        with pytest.raises(RuntimeError, match="which is frozen or stands for others"):
+            model._flat_param.grad = torch.ones_like(model._flat_param)
+    reshard(model, recurse=True)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
