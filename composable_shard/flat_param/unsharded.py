@@ -58,7 +58,7 @@ class Aliases:
 
     def gradient_at_rest(self, param: UnshardedParameter) -> GradientAtRest | None:
         """Return what stands for the gradient of the parameter at rest; None if it has none."""
-        handle, position = self.handle(), param.position
+        handle, position = self.handle(), param.shard_position
         if handle is None:
             return None
         shown = handle.shown
@@ -76,7 +76,7 @@ class Aliases:
 
     def change_gradient(self, param: UnshardedParameter, value: Tensor | None) -> None:
         """Set the gradient of a full parameter, or with None drop it; drop that at rest."""
-        at_rest, position = self.gradient_at_rest(param), param.position
+        at_rest, position = self.gradient_at_rest(param), param.shard_position
         self.check_can_change(param, value)
         set_gradient(param, value)
         if at_rest is not None:
@@ -96,7 +96,7 @@ class Aliases:
                 f"the gradient of parameter '{param.shard_label}' was set or dropped inside a "
                 "backward, which may have taken it already. Do it after backward() has returned."
             )
-        if value is not None and (param.position == ALL or not is_trainable(param)):
+        if value is not None and (param.shard_position == ALL or not is_trainable(param)):
             raise RuntimeError(
                 f"no gradient can be set on the full parameter '{param.shard_label}', which is "
                 "frozen or stands for others. Call requires_grad_(True) or register_orig_params("
@@ -114,7 +114,7 @@ class Aliases:
                 "you want to keep, or read the module's own parameter: p.full_tensor()."
             )
         self.are_hidden = True
-        if self.overwritten is not None and self.overwritten[param.position]:
+        if self.overwritten is not None and self.overwritten[param.shard_position]:
             raise RuntimeError(
                 f"the value of parameter '{param.shard_label}' was asked for in a backward in "
                 f"which its gradient has taken its place. {_LATER}"
@@ -135,9 +135,10 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
     version counter would show it. See [Note: Packing in place].
     """
 
-    __slots__ = ("aliases", "position", "shard_label")  # a dict for each would take 200 bytes
-    aliases: Aliases
-    position: int
+    # A dict for each would take 200 bytes. Users may have attributes of shorter names.
+    __slots__ = ("shard_aliases", "shard_label", "shard_position")
+    shard_aliases: Aliases
+    shard_position: int
     shard_label: object
     data_alias: Tensor | None = None  # its version counts edits through `.data`
 
@@ -149,7 +150,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
     ) -> UnshardedParameter:
         """Make a parameter with a label, notes and a position; a copy has defaults."""
         self = super().__new__(cls, data, requires_grad)
-        self.shard_label, self.aliases, self.position = noted or ("?", Aliases(), 0)
+        self.shard_label, self.shard_aliases, self.shard_position = noted or ("?", Aliases(), 0)
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -164,7 +165,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
                 "freed after the forward. Compute with the parameter itself, or make one of a "
                 "copy: nn.Parameter(weight.detach().clone())."
             )
-        self.aliases.note_hidden(self)
+        self.shard_aliases.note_hidden(self)
         return super().detach()
 
     @property
@@ -175,7 +176,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
         Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
-        self.aliases.has_new_flags = True
+        self.shard_aliases.has_new_flags = True
 
     @property
     def grad(self) -> Tensor | None:
@@ -183,7 +184,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
 
         None drops either, a tensor replaces either. It waits for a reduction from `reshard` on.
         """
-        at_rest = None if is_compiling() else self.aliases.gradient_at_rest(self)
+        at_rest = None if is_compiling() else self.shard_aliases.gradient_at_rest(self)
         return own_gradient(self) if at_rest is None else at_rest
 
     @grad.setter
@@ -191,7 +192,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         if isinstance(value, GradientAtRest):
             _check_stands_for(value, self)  # `grad += x` gives it back
         else:
-            self.aliases.change_gradient(self, value)
+            self.shard_aliases.change_gradient(self, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> UnshardedParameter:
         """Set `requires_grad` and return the parameter."""
@@ -200,7 +201,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return an array, as any tensor does; from then on gradients overwrite no values."""
-        self.aliases.note_hidden(self)
+        self.shard_aliases.note_hidden(self)
         return super().numpy(force=force)
 
     @property
@@ -208,7 +209,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         """A detached alias with a version counter of its own, as any tensor's is."""
         if any(running("torch._functorch._aot_autograd.runtime_wrappers", "__torch_dispatch__")):
             return super().data  # the compiler checks its class, around the first run of a graph
-        self.aliases.note_hidden(self)
+        self.shard_aliases.note_hidden(self)
         alias = self.data_alias
         if alias is None:
             alias = self.data_alias = super().data
@@ -233,18 +234,18 @@ class GradientAtRest(HiddenGradient):
         _check_stands_for(self, full := self.full)
         if full is None or getattr(self.reduced, "_shard_spec", self._shard_spec).owner is not None:
             return self._local  # other ranks don't know whether there is a gradient
-        full.aliases.check_can_change(full, other)
+        full.shard_aliases.check_can_change(full, other)
         own = own_gradient(full)
         own = torch.zeros_like(full) if own is None else own
         own += other
         set_gradient(full, own)
-        full.aliases.left[full.position] = True
+        full.shard_aliases.left[full.shard_position] = True
         return self
 
 
 def _check_stands_for(stand_in: GradientAtRest, full: UnshardedParameter | None) -> None:
     """Raise unless this stands for the gradient that the full parameter has at rest now."""
-    now = None if full is None else full.aliases.gradient_at_rest(full)
+    now = None if full is None else full.shard_aliases.gradient_at_rest(full)
     if now is None or now.reduced is not stand_in.reduced or full is not stand_in.full:
         stand_in._local  # noqa: B018 -- raises
 
@@ -253,8 +254,8 @@ class _UnshardedDTensor(NeverStepped, DTensor):
     """A full DTensor, whose `.grad` follows the gradient at rest as that of others does."""
 
     shard_label: object = "?"
-    aliases = Aliases()
-    position = 0
+    shard_aliases = Aliases()
+    shard_position = 0
     grad = UnshardedParameter.grad
 
     @staticmethod
@@ -294,7 +295,7 @@ def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Par
     if not isinstance(dense, DTensor):
         return UnshardedParameter(dense, flag, noted)
     param = nn.Parameter(dense, flag)
-    names = "shard_label", "aliases", "position"
+    names = "shard_label", "shard_aliases", "shard_position"
     param.__dict__.update(zip(names, noted, strict=True))
     param.__class__ = _UnshardedDTensor  # type: ignore[assignment]
     return param

@@ -889,6 +889,7 @@ def test_tensor_parallel_attributes_survive(
     for number, param in enumerate(model.parameters()):
         param.tensor_model_parallel = number % 2 == 0
         param.partition_dim, param.partition_stride = number, 1
+        param.position = param.aliases = number
         param.sequence_parallel = True
     seen = []
 
@@ -904,7 +905,7 @@ def test_tensor_parallel_attributes_survive(
     assert attributes() == expected
     block = model.blocks[0]
     block.up.register_forward_pre_hook(
-        lambda module, args: seen.append((module.weight.partition_dim, module.bias.partition_dim))
+        lambda module, args: seen.append((module.weight.position, module.bias.aliases))
     )
     x = _sequences(mesh["dp"].get_local_rank(), 0)
     model(x if main_dtype is None else x.bfloat16()).float().square().mean().backward()

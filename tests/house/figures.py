@@ -100,9 +100,9 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 20_049,
-    "lines of all": 29_517,
-    "quick start: statements": 4_044,
+    "lines of the core": 20_042,
+    "lines of all": 29_510,
+    "quick start: statements": 4_039,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name
