@@ -229,7 +229,7 @@ class BackwardPass:
                 for item in items
             ],
             highest=LATE if asks else 1,
-            facts=step_facts(queue.items),
+            facts=step_facts(queue.items if items else ()),  # without items nothing is compared
             proposal=queue.propose() if queue.agreed else None,
         )
         context.flag_reductions.append(flags)
