@@ -27,7 +27,7 @@ from composable_shard.runtime.gathers import (
 )
 from composable_shard.runtime.initialization import initialize
 from composable_shard.runtime.membership import adopt_contents, renew_context, share_context
-from composable_shard.runtime.open_graphs import UnitCall, alive
+from composable_shard.runtime.open_graphs import Region, UnitCall, alive
 from composable_shard.runtime.outputs import arm, serve_graphs
 from composable_shard.runtime.saved_values import are_checkpoint
 from composable_shard.runtime.tree import called_modules, calling_modules, has_changed, read_state
@@ -141,8 +141,9 @@ def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> 
         if top is not None or known.is_watched or known.keeps_hooks:
             hooks = known.begin(state.name, state.needed, top)
             if hooks is not None:
-                last_call.region = graphs.enter_region(
-                    id(hooks[1]), state.ref, runs_again=are_checkpoint(hooks)
+                is_known = are_checkpoint(hooks)
+                last_call.region = (
+                    graphs.enter_region(hooks[1], state.ref) if is_known else Region()
                 )
     elif is_in_function():
         graphs.may_recompute.add(state.ref)

@@ -18,17 +18,17 @@ def alive(refs: Iterable[ref[Unit]]) -> list[Unit]:
 
 
 class Region(Generic[Unit]):
-    """The calls that one context of saved-tensor hooks has seen, as of a checkpointed region.
+    """A region of non-reentrant checkpointing, or a call under other saved-tensor hooks.
 
     Attributes:
-        hooks: Identity of its unpack hook, which the graph keeps alive.
-        units: Units that non-reentrant checkpointing runs again, in order; empty for other hooks.
+        hook: The region's unpack hook, which the graph keeps alive; None under other hooks.
+        units: Units that checkpointing runs again, in order; empty under other hooks.
     """
 
-    __slots__ = ("hooks", "units")
+    __slots__ = ("hook", "units")
 
-    def __init__(self, hooks: int) -> None:
-        self.hooks = hooks
+    def __init__(self, hook: ref[Any] | None = None) -> None:
+        self.hook = hook
         self.units: list[ref[Unit]] = []
 
 
@@ -82,13 +82,13 @@ class OpenGraphs(Generic[Unit]):
         self.armed.clear()
         self.first_calls.clear()
 
-    def enter_region(self, hooks: int, unit: ref[Unit], *, runs_again: bool) -> Region[Unit]:
-        """Return the region of these hooks, with a call of a unit entered."""
-        if self.region is None or self.region.hooks != hooks:
-            self.region = Region(hooks)
-        if runs_again:
-            self.region.units.append(unit)
-        return self.region
+    def enter_region(self, hook: Any, unit: ref[Unit]) -> Region[Unit]:
+        """Return the region that has this unpack hook, with a call of a unit entered."""
+        region = self.region
+        if region is None or region.hook is None or region.hook() is not hook:
+            region = self.region = Region(ref(hook))
+        region.units.append(unit)
+        return region
 
     def within(self, units: Collection[ref[Unit]]) -> OpenGraphs[Unit]:
         """Return the graphs as a tree has them that consists of some of the units."""

@@ -22,10 +22,11 @@ from torch.utils.checkpoint import (
 
 from composable_shard import ShardingStrategy, fully_shard
 from composable_shard.comm.trace import trace_events
+from composable_shard.runtime.tree import read_state
 from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
 from tests.programs import claims
-from tests.programs.models import rank_input, square_mean
+from tests.programs.models import rank_input, seeded, shard_children, square_mean
 
 
 def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -514,3 +515,23 @@ def test_c17_units_of_a_region_are_reduced_once(
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
+
+
+@distributed(2)
+def test_c17_a_region_has_its_own_units_alone() -> None:
+    """C17: also where a freed region's hook had the address that the next one's has."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    shard_children(model)
+    gathers = set()
+    for step in range(20):
+        with trace_events() as events:
+            x = rank_input(3, 6, step=step)
+            for layer in model:
+                x = again(layer, x)
+            square_mean(x).backward()
+        if step > 1:
+            gathers.add(sum(event.kind == "all_gather" for event in events))
+        for layer in model:
+            (unit,) = read_state(layer).last_call.region.units
+            assert unit() is read_state(layer)
+    assert len(gathers) == 1
