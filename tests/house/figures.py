@@ -102,7 +102,7 @@ GOALS = {
 REACHED = {
     "lines of the core": 20_043,
     "lines of all": 29_511,
-    "quick start: statements": 4_039,
+    "quick start: statements": 4_060,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name
