@@ -302,11 +302,17 @@ class FlatParamHandle:
         new flat shard, which the parameters become views of again.
 
         Raises:
-            RuntimeError: If the parameters now differ in dtype or device.
+            RuntimeError: If the parameters now differ in dtype or device, or one is no shard.
         """
         if not self.is_attached and self.on_gradient is not None:
             self._rebuild()  # an interrupt cut off the last one
         for each in self.shown.at_rest:
+            if not isinstance(each.sharded, FlatShard):
+                raise RuntimeError(
+                    f"parameter '{each.label}' was exchanged for another tensor at rest, as by "
+                    "torch.utils.swap_tensors or an assignment to a parametrized weight. Do it "
+                    "inside unshard_params(module), which keeps the new values."
+                )
             if each.sharded._local is not each.shard_view:
                 self._rebuild()
                 break

@@ -199,6 +199,14 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         self.requires_grad = requires_grad
         return self
 
+    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
+        """Raise: the hook would run when the gradient has left the parameter."""
+        raise RuntimeError(
+            f"a hook on the gradient of the full parameter '{self.shard_label}' would find none. "
+            "Register it before unshard(module) or after reshard(module): there it runs with the "
+            "reduced gradient. register_hook sees this rank's own."
+        )
+
     def numpy(self, *, force: bool = False) -> Any:
         """Return an array, as any tensor does; from then on gradients overwrite no values."""
         self.shard_aliases.note_hidden(self)
@@ -257,6 +265,7 @@ class _UnshardedDTensor(NeverStepped, DTensor):
     shard_aliases = Aliases()
     shard_position = 0
     grad = UnshardedParameter.grad
+    register_post_accumulate_grad_hook = UnshardedParameter.register_post_accumulate_grad_hook
 
     @staticmethod
     def __tensor_unflatten__(*args: Any) -> DTensor:
@@ -390,7 +399,7 @@ class UnshardedParams:
         for index, param in enumerate(self.built):
             if param.is_floating_point() or param.is_complex():
                 hook = partial(_arrive, handle, index)
-                param.register_post_accumulate_grad_hook(hook)
+                Tensor.register_post_accumulate_grad_hook(param, hook)  # type: ignore[no-untyped-call]
 
     def _aliases(self) -> list[Tensor]:
         # Plain tensors: torch asks a subclass for `__torch_function__` in each call.

@@ -26,7 +26,14 @@ from composable_shard import (
 from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
 from tests.programs.claims import assert_right
-from tests.programs.models import Net, rank_input, shard_blocks, square_mean
+from tests.programs.models import (
+    Net,
+    rank_input,
+    seeded,
+    shard_blocks,
+    shard_root,
+    square_mean,
+)
 
 
 def _loss(model: nn.Module, number: int) -> Tensor:
@@ -387,3 +394,18 @@ def test_c6_part_of_a_flat_parameter_is_not_frozen() -> None:
     (handle,) = get_handles(model.blocks[0])
     assert handle.shown.flat is not None
     assert handle.shown.flat.sharded.grad is not None
+
+
+@distributed(2)
+def test_a_parametrized_weight_is_assigned_inside_unshard_params() -> None:
+    """At rest torch exchanges the parameters for others, which is refused by name."""
+    x, value = rank_input(3, 6), torch.full((4, 6), 0.5)
+    model = seeded(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4, bias=False)))
+    shard_root(model)
+    with unshard_params(model):
+        model.weight = value
+    torch.testing.assert_close(model(x), x @ value.T)
+    with torch.no_grad():
+        model.weight = 2 * value
+    with pytest.raises(RuntimeError, match=r"was exchanged for another tensor at rest.*unshard_p"):
+        model(x)

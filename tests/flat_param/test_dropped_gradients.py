@@ -455,3 +455,19 @@ def test_a_full_parameter_has_a_stand_in_for_its_gradient(
     with pytest.raises(RuntimeError, match=error):
         nn.utils.clip_grad_norm_([param], 1.0)
     reshard(model, recurse=True)
+
+
+@distributed(2)
+def test_a_late_hook_on_a_full_parameter_is_refused() -> None:
+    """It would find no gradient; an early one sees this rank's."""
+    torch.manual_seed(0)
+    model = Net()
+    shard_blocks(model)
+    unshard(model, recurse=True)
+    seen: list[torch.Size] = []
+    model.out.weight.register_hook(lambda grad: seen.append(grad.shape))
+    with pytest.raises(RuntimeError, match=r"of the full parameter 'out.weight' would find none"):
+        model.out.weight.register_post_accumulate_grad_hook(print)
+    square_mean(model(rank_input(3, 5))).backward()
+    reshard(model, recurse=True)
+    assert seen == [(3, 15)]
