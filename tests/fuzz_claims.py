@@ -81,6 +81,7 @@ REFUSALS = {
 }
 #: What a read of values that nobody announced meets where a unit shows one flat parameter.
 IN_AND_OUT = "was used inside and outside of a reentrant checkpoint"
+ALONE = "a collective has failed because not all ranks came"
 UNREACHED = "a backward has run since the last forward of units "
 AT_REST_IN_FLAT_FORM = "has no values of its own: its unit shows one flat parameter"
 
@@ -822,7 +823,9 @@ def run_apart(world_size: int, seed: int, features: set[str]) -> str:
         # A loss kept aside may depend on none of the `inputs`.
         is_missed = hides and any(micro.inputs for micro in micros)
         has_regions = any(block.checkpoint is not None for block in case.blocks)
+        # One rank alone may get a gradient of a unit with a hidden output: it waits for the others.
         refusals = [AT_REST_IN_FLAT_FORM, *[UNREACHED] * is_missed, *[IN_AND_OUT] * has_regions]
+        refusals += [ALONE, "/third_party/gloo/"] * (hides and case.is_uneven)
         if not (may_be_refused and is_refused(error, world_size, *refusals)):
             raise
         return "refused"
