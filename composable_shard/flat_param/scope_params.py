@@ -20,6 +20,7 @@ from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
     DTensorSlots,
+    FlatShard,
     HiddenGradient,
     ParamLabel,
     user_attributes,
@@ -66,7 +67,7 @@ class ScopeParams:
                 grad = HiddenGradient(entry.sharded, None, param.dtype, param.device)
                 self._grads[index] = param.grad = grad
 
-    def flat_param(self) -> nn.Parameter:
+    def flat_param(self, at_rest: FlatShard) -> nn.Parameter:
         """Return the flat parameter of the full values; the padding at the end is left out."""
         if self._flat is None:
             end = self._layout.end
@@ -77,6 +78,9 @@ class ScopeParams:
                 self._flat.register_hook(_refuse_backward)
             if self.grad_buffer is not None:
                 self._flat.grad = self._flat_grad = self.grad_buffer[:end]
+            elif any(grad is not None for grad in self._grads):
+                grad = HiddenGradient(at_rest, None, self._flat.dtype, self._flat.device)
+                self._flat.grad = self._flat_grad = grad
         return self._flat
 
     # Changes that the body made

@@ -176,7 +176,8 @@ def register_flat_param(module: nn.Module, *, recurse: bool = True) -> None:
         for handle in state.handles:
             if handle.shown.scope is not None:
                 full = handle.shown.scope.full
-                flat = make_flat_entry(handle).sharded if full is None else full.flat_param()
+                at_rest = make_flat_entry(handle).sharded
+                flat = at_rest if full is None else full.flat_param(at_rest)
                 handle.shown.show_in_scope(None, flat)
             else:
                 show_flat(handle)

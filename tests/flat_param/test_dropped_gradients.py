@@ -438,6 +438,28 @@ def test_a_full_dtensor_is_not_converted() -> None:
 
 @strategies
 @distributed(1, 2)
+def test_the_flat_parameter_of_a_scope_drops_all_gradients(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Where `unshard_params` shows no gradients."""
+    torch.manual_seed(0)
+    model = Net().double()
+    plain = copy.deepcopy(model)
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    run = _run_first((model, plain), accumulates=False)
+    with unshard_params(model, writeback=False):
+        register_flat_param(model)
+        assert model._flat_param.grad is not None
+        for param in model.parameters():
+            param.grad = None
+    plain.zero_grad()
+    for each in (model, plain):
+        run(each, 1)
+    _check(model, plain)
+
+
+@strategies
+@distributed(1, 2)
 def test_a_full_parameter_has_a_stand_in_for_its_gradient(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
