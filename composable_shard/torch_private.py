@@ -133,6 +133,19 @@ saved_tensors_hooks_refusal: Callable[[], str | None] = (
 )
 
 
+def saved_tensors_hooks_in_force() -> list[tuple[Any, Any]]:
+    """Return all saved-tensor hooks in force, topmost first; torch shows the topmost alone."""
+    found: list[tuple[Any, Any]] = []
+    try:
+        while (top := top_saved_tensors_hooks(False)) is not None:
+            pop_saved_tensors_hooks()
+            found.append(top)
+    finally:
+        for pair in reversed(found):
+            push_saved_tensors_hooks(*pair)
+    return found
+
+
 # Whether a transform of `torch.func` runs, and a context in which none does.
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 outside_transforms: Callable[[], AbstractContextManager[Any]] = temporarily_clear_interpreter_stack

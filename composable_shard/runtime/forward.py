@@ -27,9 +27,9 @@ from composable_shard.runtime.gathers import (
 )
 from composable_shard.runtime.initialization import initialize
 from composable_shard.runtime.membership import adopt_contents, renew_context, share_context
-from composable_shard.runtime.open_graphs import Region, UnitCall, alive
+from composable_shard.runtime.open_graphs import UnitCall, alive
 from composable_shard.runtime.outputs import arm, serve_graphs
-from composable_shard.runtime.saved_values import are_checkpoint
+from composable_shard.runtime.saved_values import outermost_region
 from composable_shard.runtime.tree import called_modules, calling_modules, has_changed, read_state
 from composable_shard.runtime.unit import (
     ForwardCall,
@@ -138,13 +138,9 @@ def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> 
         graphs.num_calls += 1
         call.innermost = CallReached(state, last_call, call.innermost)
         top, known = top_saved_tensors_hooks(False), state.known_forwards
-        if top is not None or known.is_watched or known.keeps_hooks:
-            hooks = known.begin(state.name, state.needed, top)
-            if hooks is not None:
-                is_known = are_checkpoint(hooks)
-                last_call.region = (
-                    graphs.enter_region(hooks[1], state.ref) if is_known else Region()
-                )
+        may_begin = top is not None or known.is_watched or known.keeps_hooks
+        if may_begin and known.begin(state.name, state.needed, top):
+            last_call.region = graphs.enter_region(outermost_region(), state.ref)
     elif is_in_function():
         graphs.may_recompute.add(state.ref)
 

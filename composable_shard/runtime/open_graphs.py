@@ -20,6 +20,8 @@ def alive(refs: Iterable[ref[Unit]]) -> list[Unit]:
 class Region(Generic[Unit]):
     """A region of non-reentrant checkpointing, or a call under other saved-tensor hooks.
 
+    Regions inside a region belong to the outermost, which runs all of their units again.
+
     Attributes:
         hook: The region's unpack hook, which the graph keeps alive; None under other hooks.
         units: Units that checkpointing runs again, in order; empty under other hooks.
@@ -83,7 +85,9 @@ class OpenGraphs(Generic[Unit]):
         self.first_calls.clear()
 
     def enter_region(self, hook: Any, unit: ref[Unit]) -> Region[Unit]:
-        """Return the region that has this unpack hook, with a call of a unit entered."""
+        """Return the region that has this unpack hook, if any, with a call of a unit entered."""
+        if hook is None:
+            return Region()
         region = self.region
         if region is None or region.hook is None or region.hook() is not hook:
             region = self.region = Region(ref(hook))

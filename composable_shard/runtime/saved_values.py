@@ -31,6 +31,7 @@ from composable_shard.torch_private import (
     never_compile,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    saved_tensors_hooks_in_force,
     saved_tensors_hooks_refusal,
     top_saved_tensors_hooks,
     version_of,
@@ -224,14 +225,12 @@ class KnownForwards:
     def __reduce__(self) -> Any:
         return KnownForwards, (self.backward_hooks,)
 
-    def begin(
-        self, name: str, handles: Sequence[FlatParamHandle], top: Hooks | None
-    ) -> Hooks | None:
-        """Push hooks if this call of a unit needs them; return the others that are in force."""
+    def begin(self, name: str, handles: Sequence[FlatParamHandle], top: Hooks | None) -> bool:
+        """Push hooks if this call of a unit needs them; return whether others are in force."""
         owner = None if top is None else getattr(top[0], "__self__", None)
         others = owner.others if isinstance(owner, SavedValues) else top
         # Under checkpointing versions need no check: it gathers the unit and runs it again.
-        compares = others is not None and not are_checkpoint(others)
+        compares = others is not None and not _are_checkpoint(others)
         is_refused = self.refuses_hooks or saved_tensors_hooks_refusal() is not None
         if (
             (self.is_watched or self.keeps_hooks or compares)
@@ -239,7 +238,7 @@ class KnownForwards:
             and frees_values(handles)
         ):
             self.hooks = SavedValues(self, name, handles, below=top, others=others)
-        return others
+        return others is not None
 
     def end(self, name: str, error: BaseException | None) -> None:
         """Remove the hooks of a call; push none from then on if they made it fail."""
@@ -259,8 +258,13 @@ class KnownForwards:
             self.keeps[num_nodes] = keeps
 
 
-def are_checkpoint(hooks: Hooks) -> bool:
-    """Return whether hooks are those of torch's non-reentrant checkpointing."""
+def outermost_region() -> Any:
+    """Return the unpack hook of the outermost non-reentrant region that is running, or None."""
+    regions = list(filter(_are_checkpoint, saved_tensors_hooks_in_force()))
+    return regions[-1][1] if regions else None
+
+
+def _are_checkpoint(hooks: Hooks) -> bool:
     return getattr(hooks[0], "__module__", "") == _CHECKPOINT
 
 

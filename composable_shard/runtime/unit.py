@@ -223,6 +223,7 @@ class ShardState:
         state.update(
             training_state=TrainingState.IDLE,
             load_call=None,
+            last_call=UnitCall(),
             depth=0,
             is_in_pass=False,
             modules_to_run=self.num_modules,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -26,7 +28,7 @@ from composable_shard.runtime.tree import read_state
 from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
 from tests.programs import claims
-from tests.programs.models import rank_input, seeded, shard_children, square_mean
+from tests.programs.models import rank_input, seeded, shard_children, shard_layers, square_mean
 
 
 def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -535,3 +537,64 @@ def test_c17_a_region_has_its_own_units_alone() -> None:
             (unit,) = read_state(layer).last_call.region.units
             assert unit() is read_state(layer)
     assert len(gathers) == 1
+
+
+class _InsideOthers(nn.Module):
+    """A region of five units, three of which run in regions or under hooks of their own inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers[2](torch.tanh(again(self.layers[1], x)))
+        return y
+
+    def _region(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        x = torch.tanh(again(self._inner, x))
+        with save_on_cpu():
+            x = torch.tanh(self.layers[3](x))
+        y: Tensor = self.layers[4](x)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the region."""
+        y: Tensor = again(self._region, x)
+        return y
+
+
+@claims.variants
+@distributed(2)
+def test_c17_units_of_regions_inside_a_region_are_reduced_once(
+    strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
+) -> None:
+    """C17: also under saved-tensor hooks inside; a backward gathers each of them once."""
+
+    def program(model: nn.Module, number: int) -> None:
+        loss = square_mean(model(rank_input(3, 6, step=number, dtype=torch.float64)))
+        with trace_events() as events:
+            loss.backward()
+        for kind in ("issue_reduce", "issue_gather"):
+            issued = Counter(event.name for event in events if event.kind == kind)
+            assert set(issued.values()) <= {1}, (kind, issued)
+
+    claims.assert_right(
+        _InsideOthers,
+        program,
+        shard=shard_layers,
+        accumulates=accumulates,
+        steps=2,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+@distributed(2)
+def test_a_model_that_ran_regions_is_refused_by_pickle_with_the_reason() -> None:
+    """A unit's last call, which knows its region, does not come before the reason."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    shard_children(model)
+    square_mean(again(model, rank_input(3, 6))).backward()
+    with pytest.raises(RuntimeError, match="a sharded module can't be pickled"):
+        pickle.dumps(model)
