@@ -93,7 +93,7 @@ class CallReached:
         region = self.call.region
         if region is not None and len(region.units) > 1 and state not in backward.recomputed:
             # As on ranks where the region runs again before they reach this call.
-            gather_region(context, region)
+            gather_region(context, region, backward.regions)
         _unshard(backward, state)
 
 

@@ -26,7 +26,7 @@ from composable_shard.flat_param import (
 from composable_shard.runtime.aborted import drop_aborted, note_abort
 from composable_shard.runtime.gathers import release_after_backward, return_to_idle
 from composable_shard.runtime.lockstep import step_facts
-from composable_shard.runtime.open_graphs import alive
+from composable_shard.runtime.open_graphs import Region, alive
 from composable_shard.runtime.reduction_queue import (
     CLOSED,
     EARLY,
@@ -52,6 +52,7 @@ class BackwardPass:
         following: For each unit, the unit whose backward is expected next.
         queue: The reductions.
         recomputed: Units whose forward ran again in this backward.
+        regions: Checkpointed regions whose units were gathered before the region ran again.
         prefetched: Units gathered ahead that have not run; True: the user chose the unit.
         makes_graph: The backward's own nodes are recorded, [Note: Graphs of gradients].
         waiting: Handles with gradients that wait for a later reduction.
@@ -64,6 +65,7 @@ class BackwardPass:
         self.following: dict[StateRef, StateRef] = {}
         self.queue = ReductionQueue(context)
         self.recomputed: set[ShardState] = set()
+        self.regions: set[Region[ShardState]] = set()
         self.prefetched: dict[ShardState, bool] = {}
         self.makes_graph = False
         self.waiting: dict[FlatParamHandle, None] = {}

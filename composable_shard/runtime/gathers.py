@@ -85,8 +85,16 @@ def gather_ahead(
                 handle.unshard(context.streams, when)
 
 
-def gather_region(context: TreeContext, region: Region[ShardState]) -> None:
-    """Start the gathers of the units that a checkpointed region runs again, in that order."""
+def gather_region(
+    context: TreeContext, region: Region[ShardState], gathered: set[Region[ShardState]]
+) -> None:
+    """Start the gathers of the units that a checkpointed region runs again, in that order.
+
+    Once a backward: units at its end, of which nothing was saved, may end before it runs again.
+    """
+    if region in gathered:
+        return
+    gathered.add(region)
     for unit in alive(region.units):
         for handle in unit.needed:
             if handle.shown.state is Shown.SHARDED and unit.settings.unshard_in_backward:

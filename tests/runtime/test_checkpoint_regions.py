@@ -590,6 +590,46 @@ def test_c17_units_of_regions_inside_a_region_are_reduced_once(
     )
 
 
+class _Shift(nn.Module):
+    """Saves nothing for its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+class _SavesNothingLast(nn.Module):
+    """A region whose last two units are over before it runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), _Shift(), _Shift())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the region."""
+        y: Tensor = again(self.layers, x)
+        return y
+
+
+@claims.strategies
+@distributed(2)
+def test_units_that_save_nothing_are_gathered_once_for_a_backward(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """A unit that has ended is not gathered with the rest of its region again."""
+    model = seeded(_SavesNothingLast)
+    shard_layers(model, strategy=strategy, use_orig_params=use_orig_params)
+    for step in range(3):
+        loss = square_mean(model(rank_input(3, 6, step=step)))
+        with trace_events() as events:
+            loss.backward()
+        issued = Counter(event.name for event in events if event.kind == "issue_gather")
+        assert set(issued.values()) <= {1}, issued
+
+
 @distributed(2)
 def test_a_model_that_ran_regions_is_refused_by_pickle_with_the_reason() -> None:
     """A unit's last call, which knows its region, does not come before the reason."""
