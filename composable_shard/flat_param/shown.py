@@ -160,7 +160,8 @@ class ShownParams:
         if self.state is UNSHARDED_FLAT:
             self.show_unsharded_as(None)
         self.state = CHANGING
-        for container, key, at_rest, _ in self._slots:
+        # The flat parameter first, as it goes last: an interrupt leaves nothing without a gradient.
+        for container, key, at_rest, _ in reversed(self._slots):
             container[key] = at_rest
         for module_ref, name, hidden in self._hidden:
             if (module := module_ref()) is not None:

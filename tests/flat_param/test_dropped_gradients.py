@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from composable_shard import (
     writeback,
 )
 from tests.harness.helpers import Planned, distributed
+from tests.interrupts import Interrupter, without_lost_interrupts
 from tests.programs.claims import assert_close, strategies, unsharded_gradients, variants
 from tests.programs.models import (
     Layer,
@@ -493,3 +494,29 @@ def test_a_late_hook_on_a_full_parameter_is_refused() -> None:
     square_mean(model(rank_input(3, 5))).backward()
     reshard(model, recurse=True)
     assert seen == [(3, 15)]
+
+
+@distributed(1, 2)
+def test_an_interrupt_while_a_flat_parameter_comes_back_hides_no_gradient() -> None:
+    """Modules then show a mixture: originals, the flat parameter, or both."""
+    torch.manual_seed(0)
+    model = Net()
+    shard_blocks(model, use_orig_params=False)
+    x = rank_input(3, 5)
+
+    def forward(moment: int) -> Interrupter:
+        interrupter = Interrupter(moment)
+        with without_lost_interrupts(), suppress(KeyboardInterrupt), interrupter.watching():
+            model(x)
+        return interrupter
+
+    for _ in range(2):
+        square_mean(model(x)).backward()
+    found = forward(0).moments
+    moments = [each for place in found if "show_sharded" in place for each in found[place]]
+    assert len(moments) > 20
+    for moment in moments:
+        square_mean(model(x)).backward()
+        assert "show_sharded" in forward(moment).place
+        _drop_each(model)
+        assert not any(grad is not None for grad in unsharded_gradients(model).values())
