@@ -40,6 +40,7 @@ from composable_shard.flat_param.flat_mode import (
 )
 from composable_shard.flat_param.full_values import HAVE_VALUES, FullState
 from composable_shard.flat_param.gradient_reduction import ScratchPool
+from composable_shard.flat_param.gradients import drop_unpacked
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import Extension, Precision, plan_layout
 from composable_shard.flat_param.owners import settle_owners

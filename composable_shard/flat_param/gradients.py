@@ -457,10 +457,7 @@ class FlatGradients:
         if self.host is not None:
             self.host.drop()
         self.is_unsynced = self.has_graph = False
-        left = () if self._full is None else self._full.params.aliases.left
-        for index, entry in enumerate(self._shown.entries):
-            if entry.unsharded is not None and index not in left:
-                set_gradient(entry.unsharded, None)
+        drop_unpacked(self)
 
     def _forget(self) -> None:
         self.reduction.drop()
@@ -475,6 +472,14 @@ class FlatGradients:
         self.arrived = [False] * len(self.arrived)
         self.views = None
         self.is_direct = False
+
+
+def drop_unpacked(grads: FlatGradients) -> None:
+    """Drop what an interrupted backward has accumulated and nobody packed."""
+    left = () if grads._full is None else grads._full.params.aliases.left
+    for index, entry in enumerate(grads._shown.entries):
+        if entry.unsharded is not None and index not in left:
+            set_gradient(entry.unsharded, None)
 
 
 def in_layout(layout: FlatLayout, grads: FlatGradients) -> FlatGradients:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import keep_left_gradients
+from composable_shard.flat_param import drop_unpacked, keep_left_gradients
 from composable_shard.runtime.aborted import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import CallReached, recompute
 from composable_shard.runtime.gathers import (
@@ -119,6 +119,10 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> F
         graphs = context.graphs
         graphs.start = graphs.num_calls
         graphs.num_open += 1
+        if graphs.num_open > 1:
+            # Perhaps an interrupt has ended a backward of which its first gradient was the sign.
+            for handle in context.live_handles():
+                drop_unpacked(handle.grads)
         if graphs.num_open > graphs.most_open:
             note_unreached_call(context)
     context.call = call = ForwardCall(state)

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from composable_shard import (
     ShardingStrategy,
     fully_shard,
+    get_handles,
     no_sync,
     register_flat_param,
     reshard,
@@ -26,6 +27,7 @@ from composable_shard import (
     unshard_params,
     writeback,
 )
+from composable_shard.tensor import set_gradient
 from tests.harness.helpers import Planned, distributed
 from tests.interrupts import Interrupter, without_lost_interrupts
 from tests.programs.claims import assert_close, strategies, unsharded_gradients, variants
@@ -520,3 +522,26 @@ def test_an_interrupt_while_a_flat_parameter_comes_back_hides_no_gradient() -> N
         assert "show_sharded" in forward(moment).place
         _drop_each(model)
         assert not any(grad is not None for grad in unsharded_gradients(model).values())
+
+
+@strategies
+@distributed(1, 2)
+def test_a_gradient_that_an_interrupt_left_unseen_is_dropped(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """It comes where autograd has accumulated it, and no unit has heard of the backward."""
+    torch.manual_seed(0)
+    model = Net().double()
+    plain = copy.deepcopy(model)
+    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = _run_first((model, plain), accumulates=False)
+    param = get_handles(model)[0].entries[0].unsharded
+    set_gradient(param, torch.ones_like(param))
+    loss = square_mean(model(rank_input(3, 5, dtype=torch.float64)))
+    del loss
+    optimizer.zero_grad()
+    plain.zero_grad()
+    for each in (model, plain):
+        run(each, 1)
+    _check(model, plain)
