@@ -78,9 +78,9 @@ def initialize(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
             raise_unmanaged(unmanaged)
         for context in unchecked:
             _place_buffers(context)
-            context.is_checked = True
             context.graphs.last_backward_id = next_backward_id()
             _watch(context, [*callers, module][0])
+            context.is_checked = True  # last: an interrupt before leaves all to the next call
 
 
 def _watch(context: TreeContext, outermost: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from composable_shard import ShardingStrategy, no_sync, reduce_pending_gradients
 from tests.harness.helpers import distributed
 from tests.interrupts import Interrupter, without_lost_interrupts
 from tests.programs.claims import assert_close, unsharded_gradients
-from tests.programs.models import Net, average_gradients, rank_input, shard_blocks, square_mean
+from tests.programs.models import (
+    Net,
+    average_gradients,
+    rank_input,
+    shard_blocks,
+    shard_children,
+    square_mean,
+)
 
 
 def _by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -110,3 +118,30 @@ def test_an_interrupt_at_the_end_of_a_scope_leaves_the_model_right(
         for name, gradient in unsharded_gradients(model).items():
             assert_close(gradient, plain.get_parameter(name).grad, f"{interrupter.place}: {name}")
     assert num_open <= len(_BEFORE) < moment // step // 9
+
+
+@distributed(1)
+def test_an_interrupt_while_modules_are_noted_leaves_changes_seen() -> None:
+    """In the first forward: what is added later is refused all the same."""
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        shard_children(model)
+        return model
+
+    def forward(model: nn.Module, moment: int) -> Interrupter:
+        interrupter = Interrupter(moment)
+        with without_lost_interrupts(), suppress(KeyboardInterrupt), interrupter.watching():
+            model(rank_input(3, 5))
+        return interrupter
+
+    found = forward(make(), 0).moments
+    moments = [each for place in found if "_watch" in place for each in found[place]]
+    assert moments
+    for moment in moments:
+        model = make()
+        assert "_watch" in forward(model, moment).place
+        model(rank_input(3, 5))
+        model[0].lora = nn.Linear(5, 5)
+        with pytest.raises(RuntimeError, match="no unit manages the trainable parameters"):
+            model(rank_input(3, 5))
