@@ -92,13 +92,10 @@ def gather_region(
 
     Once a backward: units at its end, of which nothing was saved, may end before it runs again.
     """
-    if region in gathered:
-        return
-    gathered.add(region)
-    for unit in alive(region.units):
-        for handle in unit.needed:
-            if handle.shown.state is Shown.SHARDED and unit.settings.unshard_in_backward:
-                handle.unshard(context.streams, "backward")
+    if region not in gathered:
+        gathered.add(region)
+        # Not among the prefetched units, which a backward that skips them frees.
+        gather_ahead(context, {}, alive(region.units), "backward", are_chosen=True)
 
 
 def gather_kept(context: TreeContext) -> None:
