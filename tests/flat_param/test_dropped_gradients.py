@@ -86,19 +86,26 @@ def _between_unshard_and_reshard(model: nn.Module, drop: _Drop, run: _Run) -> No
     reshard(model, recurse=True)
 
 
-def _run_first(
-    models: tuple[nn.Module, nn.Module], *, accumulates: bool
-) -> Callable[[nn.Module, int], None]:
-    """Run the first microbatch of a sharded and a plain model; return what runs another."""
+_Pair = tuple[Net, Net, Callable[[nn.Module, int], None]]
 
-    def run(model: nn.Module, number: int) -> None:
+
+def _make_trained(
+    shard: Callable[..., None] = shard_blocks, *, accumulates: bool = False, **options: Any
+) -> _Pair:
+    """Return a sharded model and a plain one after one microbatch, and what runs another."""
+    torch.manual_seed(0)
+    model = Net().double()
+    plain = copy.deepcopy(model)
+    shard(model, **options)
+
+    def run(net: nn.Module, number: int) -> None:
         x = rank_input(3, 5, step=number, dtype=torch.float64)
-        square_mean(model(x)).backward()
+        square_mean(net(x)).backward()
 
-    with no_sync(models[0]) if accumulates else nullcontext():
-        run(models[0], 0)
-    run(models[1], 0)
-    return run
+    with no_sync(model) if accumulates else nullcontext():
+        run(model, 0)
+    run(plain, 0)
+    return model, plain, run
 
 
 def _check(sharded: nn.Module, plain: nn.Module) -> None:
@@ -122,11 +129,9 @@ def test_what_a_full_parameter_drops_is_dropped_at_rest(
     accumulates: bool,
 ) -> None:
     """Also what waits from a microbatch under no_sync; the gradient is the last call's alone."""
-    torch.manual_seed(0)
-    model = Net().double()
-    plain = copy.deepcopy(model)
-    shard(model, strategy=strategy, use_orig_params=use_orig_params)
-    run = _run_first((model, plain), accumulates=accumulates)
+    model, plain, run = _make_trained(
+        shard, strategy=strategy, use_orig_params=use_orig_params, accumulates=accumulates
+    )
     program(model, drop, lambda number: run(model, number))
     plain.zero_grad()
     run(plain, 2)
@@ -140,11 +145,9 @@ def test_one_full_parameter_drops_replaces_or_adds_to_its_own_gradient_alone(
     is_interrupted: bool, strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
 ) -> None:
     """Between unshard and reshard; the others of its unit, and of one flat parameter, stay."""
-    torch.manual_seed(0)
-    model = Net().double()
-    plain = copy.deepcopy(model)
-    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
-    run = _run_first((model, plain), accumulates=accumulates)
+    model, plain, run = _make_trained(
+        strategy=strategy, use_orig_params=use_orig_params, accumulates=accumulates
+    )
     if is_interrupted:
         _interrupt_block(model, lambda number: run(model, number))
     else:
@@ -197,11 +200,9 @@ def test_a_backward_adds_to_what_full_parameters_were_given(
     accumulates: bool,
 ) -> None:
     """Not to the gradient that it replaced."""
-    torch.manual_seed(0)
-    model = Net().double()
-    plain = copy.deepcopy(model)
-    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
-    run = _run_first((model, plain), accumulates=accumulates)
+    model, plain, run = _make_trained(
+        strategy=strategy, use_orig_params=use_orig_params, accumulates=accumulates
+    )
     program(model, _change_some, lambda number: run(model, number))
     _change_some(plain)
     run(plain, 1)
@@ -214,11 +215,7 @@ def test_what_was_given_after_a_failed_backward_stays(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     """Its own gradients are dropped by the next call."""
-    torch.manual_seed(0)
-    model = Net().double()
-    plain = copy.deepcopy(model)
-    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
-    run = _run_first((model, plain), accumulates=False)
+    model, plain, run = _make_trained(strategy=strategy, use_orig_params=use_orig_params)
     unshard(model, recurse=True)
 
     def fail(*_: object) -> None:
@@ -243,11 +240,7 @@ def test_zero_grad_drops_what_a_forward_gave(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     """Between a forward and its backward."""
-    torch.manual_seed(0)
-    model = Net().double()
-    plain = copy.deepcopy(model)
-    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
-    run = _run_first((model, plain), accumulates=False)
+    model, plain, run = _make_trained(strategy=strategy, use_orig_params=use_orig_params)
     model.blocks[1].register_forward_pre_hook(lambda *_: _change_some(model))
     loss = square_mean(model(rank_input(3, 5, step=1, dtype=torch.float64)))
     model.zero_grad()
@@ -263,11 +256,7 @@ def test_writeback_adds_to_the_gradient_at_rest(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     """`p.grad += x` keeps what was there; the same on all ranks."""
-    torch.manual_seed(0)
-    model = Net().double()
-    plain = copy.deepcopy(model)
-    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
-    _run_first((model, plain), accumulates=False)
+    model, plain, _ = _make_trained(strategy=strategy, use_orig_params=use_orig_params)
     unshard(model, recurse=True)
     for each in (model, plain):
         _change_some(each)
@@ -334,12 +323,12 @@ def test_gradients_of_full_parameters_are_not_changed_in_a_backward(
 @distributed(4)
 def test_zero_grad_drops_what_waits_for_an_all_reduce(use_orig_params: bool) -> None:
     """Of all parameters of a flat one, and of one alone."""
-    torch.manual_seed(0)
-    model = Net().double()
-    plain = copy.deepcopy(model)
-    shard_blocks(model, mesh=replica_mesh(), use_orig_params=use_orig_params)
-    set_requires_all_reduce(model, False)
-    run = _run_first((model, plain), accumulates=False)
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        shard_blocks(model, mesh=replica_mesh(), **options)
+        set_requires_all_reduce(model, False)
+
+    model, plain, run = _make_trained(shard, use_orig_params=use_orig_params)
     for each in (model, plain):
         each.blocks[0].zero_grad()
     unshard(model, recurse=True)
@@ -358,11 +347,9 @@ def test_one_parameter_of_a_scope_drops_its_own_gradient_alone(
     strategy: ShardingStrategy, use_orig_params: bool, accumulates: bool
 ) -> None:
     """S1.1: where `unshard_params` shows no gradients; the others of one flat parameter stay."""
-    torch.manual_seed(0)
-    model = Net().double()
-    plain = copy.deepcopy(model)
-    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
-    run = _run_first((model, plain), accumulates=accumulates)
+    model, plain, run = _make_trained(
+        strategy=strategy, use_orig_params=use_orig_params, accumulates=accumulates
+    )
     with unshard_params(model, writeback=False):
         model.blocks[0].up.weight.grad = None
     plain.blocks[0].up.weight.grad = None
@@ -445,11 +432,7 @@ def test_the_flat_parameter_of_a_scope_drops_all_gradients(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     """Where `unshard_params` shows no gradients."""
-    torch.manual_seed(0)
-    model = Net().double()
-    plain = copy.deepcopy(model)
-    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
-    run = _run_first((model, plain), accumulates=False)
+    model, plain, run = _make_trained(strategy=strategy, use_orig_params=use_orig_params)
     with unshard_params(model, writeback=False):
         register_flat_param(model)
         assert model._flat_param.grad is not None
@@ -530,12 +513,8 @@ def test_a_gradient_that_an_interrupt_left_unseen_is_dropped(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     """It comes where autograd has accumulated it, and no unit has heard of the backward."""
-    torch.manual_seed(0)
-    model = Net().double()
-    plain = copy.deepcopy(model)
-    shard_blocks(model, strategy=strategy, use_orig_params=use_orig_params)
+    model, plain, run = _make_trained(strategy=strategy, use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = _run_first((model, plain), accumulates=False)
     param = get_handles(model)[0].entries[0].unsharded
     set_gradient(param, torch.ones_like(param))
     loss = square_mean(model(rank_input(3, 5, dtype=torch.float64)))
