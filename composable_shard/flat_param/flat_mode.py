@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress, count
 from typing import cast
 
 import torch
@@ -326,23 +327,12 @@ def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -
 
     Works in either form; gradients that are `dropped` are set to None instead.
     """
-    flat = handle.shown.flat
-    if handle.shown.shows_flat and flat is not None:
-        existing = zip(has_gradients(handle), dropped, strict=True)
-        flat.used = [exists and not drop for exists, drop in existing]
-        for entry, drop in zip(handle.entries, dropped, strict=True):
-            if drop:
-                entry.slice_of(shard).zero_()
-        if not any(flat.used):
-            flat.sharded.grad = None
-    else:
-        for entry, drop in zip(handle.entries, dropped, strict=True):
-            if drop:
-                entry.sharded.grad = None
     for shown in handle.shown.at_rest:
         grad = reduced_gradient(shown.sharded)
         if isinstance(grad, FlatShard):
             grad._local.copy_(shown.slice_of(shard))
+    for index in compress(count(), dropped):
+        drop_gradient(handle, index)
 
 
 def write_unsharded_gradients(handle: FlatParamHandle) -> None:

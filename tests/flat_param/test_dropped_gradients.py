@@ -358,6 +358,24 @@ def test_one_parameter_of_a_scope_drops_its_own_gradient_alone(
     _check(model, plain)
 
 
+@strategies
+@distributed(1, 2)
+def test_one_parameter_of_a_scope_with_gradients_drops_what_waits_too(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """S1.1: a gradient of which one part is reduced, and one waits after `no_sync`."""
+    model, plain, run = _make_trained(strategy=strategy, use_orig_params=use_orig_params)
+    with no_sync(model):
+        run(model, 1)
+    run(plain, 1)
+    with unshard_params(model, with_grads=True):
+        model.blocks[0].up.weight.grad = None
+    plain.blocks[0].up.weight.grad = None
+    for each in (model, plain):
+        run(each, 2)
+    _check(model, plain)
+
+
 def _dtensor_models() -> tuple[nn.Module, nn.Module, Callable[[nn.Module, int], None]]:
     """Return a tensor-parallel model whose root is no unit, a plain one, and what runs either."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
