@@ -59,11 +59,11 @@ class ScopeParams:
                 self._grads[index] = grad
                 self.params[index].grad = grad
 
-    def hide_gradients(self, at_rest: Sequence[ParamEntry]) -> None:
-        """Let `.grad` stand for gradients that aren't shown, see `dropped_gradients`."""
+    def hide_gradients(self, at_rest: Sequence[ParamEntry], are_hidden: Sequence[bool]) -> None:
+        """Let `.grad` stand for the gradients that aren't shown, see `dropped_gradients`."""
         holders = at_rest if at_rest is self._entries else [*at_rest] * len(self.params)
         for index, (param, entry) in enumerate(zip(self.params, self._entries, strict=True)):
-            if holders[index].sharded.grad is not None:
+            if are_hidden[index] and holders[index].sharded.grad is not None:
                 grad = HiddenGradient(entry.sharded, None, param.dtype, param.device)
                 self._grads[index] = param.grad = grad
 

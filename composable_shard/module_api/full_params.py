@@ -72,7 +72,7 @@ def unshard_params(
             device holds at most one unit of them at a time.
         with_grads: Show full gradients in `.grad`, and treat them like values. A gradient set to
             None is dropped by `writeback`. Without it a gradient can only be dropped: reading it
-            raises. Gradients that `no_sync` keeps unreduced are not shown.
+            raises. So it is with it for gradients of which no part is reduced, as under `no_sync`.
 
     Raises:
         ValueError: If there is no unit to show.

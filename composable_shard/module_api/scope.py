@@ -124,8 +124,11 @@ class FullParamsScope:
         if self._keeps(handle):
             full = ScopeParams(handle.entries, handle.layout, self._to_host(output))
             self.full[handle] = full
-            if not self.options.with_grads:
-                full.hide_gradients(handle.shown.at_rest)
+            # `_gather_gradients` shows what is reduced.
+            full.hide_gradients(
+                handle.shown.at_rest,
+                handle.grads.used if self.options.with_grads else [True] * len(handle.entries),
+            )
 
     def _gather_gradients(self, handle: FlatParamHandle) -> None:
         if not any(self.has_gradient.get(handle, ())):
@@ -246,6 +249,9 @@ class FullParamsScope:
             del values
             if any(self.has_gradient.get(handle, ())):
                 self._write_gradients(handle, dropped[handle])
+            else:  # all that there is waits for a reduction
+                for index in compress(count(), dropped.get(handle, ())):
+                    drop_gradient(handle, index)
         self._warn_of_new_gradients()
 
     def _write_gradients(self, handle: FlatParamHandle, dropped: list[bool]) -> None:

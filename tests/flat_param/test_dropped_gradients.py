@@ -376,6 +376,26 @@ def test_one_parameter_of_a_scope_with_gradients_drops_what_waits_too(
     _check(model, plain)
 
 
+@pytest.mark.parametrize("with_grads", [False, True])
+@strategies
+@distributed(1, 2)
+def test_a_scope_drops_gradients_that_wait(
+    with_grads: bool, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """S1.1: no part is reduced, so none is shown; the values of one raise."""
+    model, plain, run = _make_trained(
+        strategy=strategy, use_orig_params=use_orig_params, accumulates=True
+    )
+    with unshard_params(model, with_grads=with_grads):
+        with pytest.raises(RuntimeError, match=r"'out.weight' is not shown"):
+            model.out.weight.grad.sum()
+        model.zero_grad()
+    plain.zero_grad()
+    for each in (model, plain):
+        run(each, 1)
+    _check(model, plain)
+
+
 def _dtensor_models() -> tuple[nn.Module, nn.Module, Callable[[nn.Module, int], None]]:
     """Return a tensor-parallel model whose root is no unit, a plain one, and what runs either."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
