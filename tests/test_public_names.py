@@ -49,6 +49,7 @@ TOP = [
     "save_safetensors",
     "set_backward_prefetch",
     "set_forward_prefetch",
+    "set_gathers_at_rest",
     "set_gradient_divide_factor",
     "set_is_last_backward",
     "set_model_state_dict",

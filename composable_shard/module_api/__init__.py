@@ -20,6 +20,7 @@ from composable_shard.module_api.settings import (
     register_comm_hook,
     set_backward_prefetch,
     set_forward_prefetch,
+    set_gathers_at_rest,
     set_gradient_divide_factor,
     set_is_last_backward,
     set_requires_all_reduce,

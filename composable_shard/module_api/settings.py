@@ -109,6 +109,25 @@ def set_gradient_divide_factor(
         reduction.set_divide_factor(factor)
 
 
+def set_gathers_at_rest(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
+    """Choose whether operations on parameters at rest may gather whole tensors; no communication.
+
+    Args:
+        module: A module with sharded units.
+        flag: True, the default, runs any operation, and warns once where it gathers. False makes
+            an operation that would gather raise RuntimeError on every rank, with nothing changed.
+        recurse: Also the units below `module`.
+
+    Raises:
+        ValueError: If there is no unit, or `flag` is no bool.
+    """
+    check_bool("flag", flag)
+    for state in select_states(module, recurse):
+        for handle in state.handles:
+            for entry in (*handle.entries, *handle.shown.at_rest):
+                entry.spec.label.refuse_gathers(not flag)
+
+
 def set_reshard_after_forward(
     module: nn.Module, flag: ReshardAfterForward, *, recurse: bool = True
 ) -> None:

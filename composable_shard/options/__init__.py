@@ -5,10 +5,8 @@ Read `unit_options` first, then `strategies`: what each strategy keeps, frees an
 
 from composable_shard.options.advice import (
     AT_REST,
-    FULL_SIZE,
-    GRADIENTS,
     HIDDEN,
-    INTO_PLAIN,
+    IN_GRAPH,
     PLACEMENTS,
     SAVE,
     VALUES,

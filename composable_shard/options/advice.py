@@ -17,18 +17,15 @@ _IN_TRAINING = (
     "To train through it call unshard(model, recurse=True) before it, and "
     "reshard(model, recurse=True) after the backward."
 )
-_OTHERS = (
-    'An optimizer of whole matrices needs granularity="param", or '
-    "strategy=ShardingStrategy.NO_SHARD. A sharded model needs no DistributedDataParallel around "
-    "it. More calls: docs/troubleshooting.md."
+IN_GRAPH = (
+    "Autograd records it, and only the forward of its unit gives a parameter a gradient. Call the "
+    "layer in that forward (other methods after register_forward_method(module, name)), or call "
+    "unshard(model, recurse=True) before it and reshard(model, recurse=True) after the backward. "
+    "Under torch.no_grad() it runs on gathered values. See docs/shard_operations.md."
 )
 WHOLE_NEEDED = (
-    f"{_IN_UNIT} take p.full_tensor(), which has no graph, on all ranks. {_IN_TRAINING} {_OTHERS}"
-)
-GRADIENTS = (
-    "Elementwise ops, norms and sums of a gradient, or of an optimizer's state, run on shards. For "
-    "other ops take g.full_tensor() of each on all ranks, or read and edit whole gradients inside "
-    f"unshard_params(module, with_grads=True). {_OTHERS}"
+    "Run it on p.full_tensor(), which all ranks must call, or inside unshard_params(module). See "
+    "docs/shard_operations.md."
 )
 AT_REST = (
     "Only the forward of its unit reduces its gradient, which would be that of this rank alone: "
@@ -36,19 +33,6 @@ AT_REST = (
     "added after a backward: p.grad.add_(p.detach(), alpha=...)."
 )
 HIDDEN = f"{_IN_UNIT} call register_orig_params(module) to have shards at rest. {_IN_TRAINING}"
-FULL_SIZE = (
-    "Change whole values and gradients inside unshard_params(module, with_grads=True), or make the "
-    "other tensor like the parameter, as torch.zeros_like(p) does. Full parameters that unshard or "
-    "an interrupted forward has left are sharded again by reshard(module, recurse=True). For the "
-    "state that an optimizer made before sharding call shard_optimizer_state(optimizer). "
-    f"{WHOLE_NEEDED}"
-)
-INTO_PLAIN = (
-    "To load a model that is not sharded, give it get_model_state_dict(model, "
-    "options=StateDictOptions(full_state_dict=True)); for one tensor use p.full_tensor(); both on "
-    "all ranks. For the state that an optimizer made before sharding call "
-    "shard_optimizer_state(optimizer)."
-)
 VALUES = (
     "Each rank holds only a flat range of it. Take p.detach().full_tensor() on all ranks, and use "
     "what it returns on any of them. To write safetensors call save_safetensors(model, directory) "

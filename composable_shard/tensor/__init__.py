@@ -20,7 +20,6 @@ from composable_shard.tensor.flat_shard import (
 from composable_shard.tensor.gradient_rules import (
     NeverStepped,
     Slices,
-    combine,
     group_slices,
     step_hooks,
     total_norms,
@@ -42,7 +41,7 @@ from composable_shard.tensor.pending import (
     refuse_graphs,
     show_pending,
 )
-from composable_shard.tensor.reduction_rules import reduction_groups
+from composable_shard.tensor.reduction_rules import combine, reduction_groups
 from composable_shard.tensor.shard_spec import (
     ParamLabel,
     ShardSpec,

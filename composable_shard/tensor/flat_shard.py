@@ -10,13 +10,14 @@ unchanged to the rules, which also raise the errors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import enable_reentrant_dispatch
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
@@ -162,10 +163,14 @@ class FlatShard(Checkpointable):
     def from_full(cls, full: Tensor, spec: ShardSpec) -> FlatShard:
         """Return a shard with a copy of this rank's elements of `full`.
 
-        For a parameter of a tensor-parallel mesh that is a DTensor, or its dense local tensor.
-        Raises ValueError where the shape is not the spec's.
+        For a parameter of a tensor-parallel mesh that is a DTensor, its dense local tensor, or the
+        logical tensor, the same on all ranks. Raises ValueError where the shape is not the spec's.
         """
         dense = full.detach()
+        is_logical = dense.shape == spec.shape != spec.dense_shape
+        if spec.tensor_parallel is not None and is_logical and not isinstance(dense, DTensor):
+            mesh, placements = spec.tensor_parallel
+            dense = distribute_tensor(dense, mesh, placements, src_data_rank=None)
         if isinstance(dense, DTensor):
             dense = dense.to_local()
         if dense.shape != spec.dense_shape:
@@ -215,7 +220,7 @@ class FlatShard(Checkpointable):
                 broadcast(sent, spec.owner, resolve_group(spec.group_name), what=what).wait()
             else:
                 group = resolve_group(spec.group_name)
-                flat = all_gather_uneven(local, spec.numels, group, what=what)
+                flat = spec.arrange(all_gather_uneven(local, spec.numels, group, what=what))
             logical = spec.unflatten(flat)
             return logical.full_tensor() if isinstance(logical, DTensor) else logical
 
@@ -274,6 +279,30 @@ class FlatShard(Checkpointable):
             self._shard_spec.label.refuse_gradient_node()
         return super().view_as(other)
 
+    def data_ptr(self) -> int:
+        """Return an address that tells parameters apart, as libraries use it for keys.
+
+        It is that of this rank's slice; an empty slice has none, and gets that of its object. Equal
+        for aliases and tied parameters, and constant until the data moves. It is no whole tensor's.
+        Torch's own code gets 0, as of any tensor subclass without memory.
+        """
+        if _is_called_by_torch():
+            return 0
+        return self._local.data_ptr() or (0 if self._local.is_meta else id(self._local))
+
+    def untyped_storage(self) -> Any:
+        """Raise: parameters of a unit share one storage, and would be taken for tied ones.
+
+        Torch's own code gets a storage without data, as of any tensor subclass.
+        """
+        if _is_called_by_torch():
+            return super().untyped_storage()
+        raise RuntimeError(
+            f"the storage of the sharded parameter '{self._shard_spec.label.fqn}' was asked for, "
+            "which other parameters of its unit share. Tell parameters apart by identity or "
+            "data_ptr()."
+        )
+
     def share_memory_(self) -> FlatShard:
         """Move the whole storage of the local tensor to shared memory; return the shard."""
         self._local.share_memory_()  # torch's own would take the wrapper for data, and crash
@@ -317,6 +346,12 @@ for _name in DIRECT_OPS:
 def whole_of(shard: FlatShard) -> Tensor:
     """Return all elements of a shard that is whole, in its shape; a DTensor's as a DTensor."""
     return shard._shard_spec.unflatten(shard._local)
+
+
+def _is_called_by_torch() -> bool:
+    """Return whether the caller of the calling method is a function of torch."""
+    name: str = sys._getframe(2).f_globals["__name__"]
+    return name.startswith("torch.")
 
 
 def _refuse_gradients(func: OpOverload, args: tuple[Any, ...]) -> bool:

@@ -16,7 +16,6 @@ any number of parameters.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -32,16 +31,17 @@ from torch.optim.optimizer import (
 )
 
 from composable_shard.comm import all_reduce, resolve_group
+from composable_shard.tensor import dim_reductions
 from composable_shard.tensor.flat_shard import FlatShard
+from composable_shard.tensor.gathering import announce_step
 from composable_shard.tensor.operands import describe_operands, note_write, unsupported
 from composable_shard.tensor.reduction_rules import (
     HALF,
+    combine,
     is_inexact,
-    max_over,
     option,
     reduction_groups,
     shard_of,
-    sum_over,
     wide,
 )
 from composable_shard.tensor.rule_table import Rule
@@ -105,6 +105,8 @@ def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     hash(reference)  # kept by it: a step that failed may be the last of its optimizer
     while outer and outer[-1][1] != compared.number:
         outer = outer[:-1]
+    if not outer and running.gathered_nbytes:
+        running.take_gathered()  # a step that failed may have left some
     running.steps = (*outer, (reference, compared.number))
     _note_owned_writes(optimizer)
 
@@ -112,6 +114,8 @@ def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 def _end_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if step_hooks.num_owned:
         _note_owned_writes(optimizer)
+    if running.gathered_nbytes:
+        announce_step(optimizer)
     running.steps = running.steps[:-1]
     if (len(args) > 1 or kwargs) and any(map(step_hooks.waits, step_hooks.trees)):
         step_hooks.check(optimizer)
@@ -144,8 +148,10 @@ def _norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     name = "ord" if func is aten.linalg_vector_norm.default else "p"
     order = option(func, args, kwargs, name)
     order = 2.0 if order is None else float(order)
-    if order <= 0 or option(func, args, kwargs, "dim") or option(func, args, kwargs, "keepdim"):
+    if order <= 0:
         raise unsupported(func, args)  # can't be computed from the slices' norms: gathered
+    if option(func, args, kwargs, "dim") or option(func, args, kwargs, "keepdim"):
+        return dim_reductions.norm(func, args, kwargs, order)
     return norms_of([shard], order, kwargs.get("dtype"))[0]
 
 
@@ -269,17 +275,6 @@ def total_norms(slices: Slices, order: float) -> list[Tensor]:
         values = torch.stack(norms) if norms else torch.zeros(1, device=device)
         found.append(combine(torch.linalg.vector_norm(values.double(), order), order, groups))
     return found
-
-
-def combine(norms: Tensor, order: float, groups: tuple[str, ...]) -> Tensor:
-    """Return the norm of each norm here and those on the other ranks of these groups, in float64.
-
-    One all-reduce for each group.
-    """
-    norms = norms.double()
-    if math.isinf(order):
-        return max_over(norms, groups)
-    return sum_over(norms**order, groups) ** (1.0 / order)
 
 
 def _combined_norms(locals_: list[Tensor], order: float, groups: tuple[str, ...]) -> list[Tensor]:

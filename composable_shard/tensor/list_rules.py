@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from composable_shard.tensor.flat_shard import (
 from composable_shard.tensor.operands import (
     binding,
     check_same_spec,
-    plain_scalar,
+    plain_operand,
     schema_arguments,
     unsupported,
     write_to_plain,
 )
-from composable_shard.tensor.rule_table import Rule
+from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole, Rule
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import (
     OpOverload,
@@ -75,21 +75,18 @@ class _ListRule:
         self._written = [place for place in self._lists if arguments[place].is_write]
 
     def __call__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        specs: Sequence[ShardSpec | None]
+        self._check_others(func, args)
         try:
             operands, specs = self._all_shards(func, args, self._lists)
-        except AttributeError:  # a plain tensor in a list; rare, so found by trying
-            operands, specs = self._some_shards(func, args)
-        self._check_others(func, args)
+        except (AttributeError, NeedsWhole):
+            # A plain tensor in a list, or shards of several ranges; rare, so found by trying.
+            return self._by_item(func, args, kwargs)
         self._note_writes(args)
         self._choose_lead(args)
         results = self._call(*operands, **kwargs)
         if not self._has_results:
             return None
-        return [
-            item if spec is None else wrap(item, spec)
-            for item, spec in zip(results, specs, strict=True)
-        ]
+        return [wrap(item, spec) for item, spec in zip(results, specs, strict=True)]
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run torch's function, [Note: Direct lists]; NotImplemented if the op must decide."""
@@ -140,21 +137,53 @@ class _ListRule:
                         check_same_spec(func, spec, other)
         return operands, specs
 
-    def _some_shards(
-        self, func: OpOverload, args: tuple[Any, ...]
-    ) -> tuple[list[Any], Sequence[ShardSpec | None]]:
-        """Return local operands and specs, item by item: some items are plain in all lists."""
+    def _by_item(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the op on each item of the lists by itself, as the item needs.
+
+        So whole tensors of one item at a time are in memory. What refuses does so before any runs.
+        """
         places = [place for place in self._lists if place < len(args) and args[place]]
-        operands = [list(arg) if place in places else arg for place, arg in enumerate(args)]
-        specs: list[ShardSpec | None] = []
-        for index in range(len(args[places[0]])):
-            items = [args[place][index] for place in places]
-            shard = next((item for item in items if isinstance(item, FlatShard)), None)
-            if shard is not None:
-                for place, item in zip(places, items, strict=True):
-                    operands[place][index] = self._local_item(func, place, item, shard)
-            specs.append(None if shard is None else shard._shard_spec)
-        return operands, specs
+        length = len(args[places[0]])
+        is_list = [isinstance(arg, list | tuple) and len(arg) == length for arg in args]
+        runs = []
+        for index in range(length):
+            item = tuple(
+                [arg[index]] if is_one else arg for arg, is_one in zip(args, is_list, strict=True)
+            )
+            runs.append(self._run_of(func, item, kwargs, places))
+        results = [run() for run in runs]
+        return [result[0] for result in results] if self._has_results else None
+
+    def _run_of(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        places: Sequence[int],
+    ) -> Callable[[], Any]:
+        """Return what runs the op on lists of one item."""
+        items = [args[place][0] for place in places]
+        shard = next((item for item in items if isinstance(item, FlatShard)), None)
+        if shard is None:
+            return partial(func, *args, **kwargs)
+        try:
+            slices = [self._local_item(func, place, args[place][0], shard) for place in places]
+        except NeedsWhole as error:
+            run = OP_RULES.on_whole(func, args, kwargs)
+            if run is None:
+                raise error from None
+            return run
+        operands = list(args)
+        for place, local in zip(places, slices, strict=True):
+            operands[place] = [local]
+        return partial(self._run_slices, args, operands, kwargs, shard._shard_spec)
+
+    def _run_slices(
+        self, args: tuple[Any, ...], operands: list[Any], kwargs: dict[str, Any], spec: ShardSpec
+    ) -> Any:
+        self._note_writes(args)
+        results = self._call(*operands, **kwargs)
+        return [wrap(results[0], spec)] if self._has_results else None
 
     def _local_item(self, func: OpOverload, place: int, item: Tensor, shard: FlatShard) -> Tensor:
         if isinstance(item, FlatShard):
@@ -162,7 +191,9 @@ class _ListRule:
             return item._local
         if place in self._written:
             raise write_to_plain(func, item, (shard,))
-        return plain_scalar(func, item, shard._shard_spec, shard._local.numel())
+        if item.dim() > shard.dim():
+            raise unsupported(func, (item, shard))
+        return plain_operand(func, item, shard._shard_spec, shard._local.numel())
 
     def _check_others(self, func: OpOverload, args: tuple[Any, ...]) -> None:
         for place, arg in enumerate(args):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from composable_shard.tensor import (
+    concatenation_rules,
+    dim_reductions,
     gradient_rules,
     list_rules,
     pointwise_rules,
@@ -26,10 +28,14 @@ def register_op_rules() -> None:
     """
     if OP_RULES.families:
         return
-    for module in (pointwise_rules, view_rules, reduction_rules, gradient_rules):
+    for module in (
+        *(pointwise_rules, view_rules, reduction_rules, dim_reductions, gradient_rules),
+        concatenation_rules,
+    ):
         OP_RULES.update(module.RULES)
     OP_RULES.families += [
         pointwise_rules.pointwise_family,
+        view_rules.view_family,
         list_rules.list_family,
         lambda _: _refuse,
     ]

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.layout import Region, whole
-from composable_shard.options import FULL_SIZE, GRADIENTS, INTO_PLAIN, WHOLE_NEEDED
-from composable_shard.tensor.flat_shard import FlatShard, is_trainable
+from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.rule_table import NeedsWhole
 from composable_shard.tensor.shard_spec import ShardSpec, local_box
 from composable_shard.torch_private import (
@@ -90,13 +89,9 @@ def describe_operands(args: Iterable[Any]) -> str:
 def unsupported(func: OpOverload, args: Iterable[Any]) -> RuntimeError:
     """Return the error for an op that has no meaning on one rank's slice."""
     args = list(args)
-    shards = shards_in(args)
-    has_param = any(item._guard is not None or is_trainable(item) for item in shards)
-    what, remedy = ("parameter", WHOLE_NEEDED) if has_param else ("tensor", GRADIENTS)
-    return owner_error(func, [each._shard_spec for each in shards]) or NeedsWhole(
-        f"{func.overloadpacket} can't run on a sharded {what}, of which each rank holds only a "
-        f"flat range: got {describe_operands(args)}.",
-        remedy,
+    return owner_error(func, [each._shard_spec for each in shards_in(args)]) or NeedsWhole(
+        f"{func.overloadpacket} needs whole tensors, of which each rank holds a part: got "
+        f"{describe_operands(args)}."
     )
 
 
@@ -115,52 +110,62 @@ def owner_error(func: OpOverload, specs: Iterable[ShardSpec]) -> NeedsWhole | No
 
 def check_same_spec(func: OpOverload, first: ShardSpec, other: ShardSpec) -> None:
     """Raise if two operands are shards of different ranges; compares by identity first."""
-    if other is not first and other != first:
-        is_moved = first.owner is not None and first.label.fqn == other.label.fqn
-        remedy = "Use p.full_tensor() to combine different parameters."
-        if is_moved:
-            remedy = (
-                "The parameter was given to another rank after the other was made from it: build "
-                "an optimizer that makes its state at once (Adagrad) after the outermost "
-                "fully_shard."
-            )
-        raise (None if is_moved else owner_error(func, (first, other))) or NeedsWhole(
-            f"{func.overloadpacket} needs shards of one and the same range, got "
-            f"{_describe_spec(first)} and {_describe_spec(other)}.",
-            remedy,
+    if other is first or other == first:
+        return
+    if first.owner is not None and first.label.fqn == other.label.fqn:
+        raise NeedsWhole(
+            f"{func.overloadpacket} combines '{first.label.fqn}' {tuple(first.shape)} with what "
+            "was made of it before it was given to another rank.",
+            "Build an optimizer that makes its state at once (Adagrad) after the outermost "
+            "fully_shard.",
         )
-
-
-def _describe_spec(spec: ShardSpec) -> str:
-    numels = ", ".join(map(str, spec.numels[:8])) + (", ..." if spec.world_size > 8 else "")
-    return (
-        f"'{spec.label.fqn}' {tuple(spec.shape)}, elements per rank {numels}, group "
-        f"'{spec.group_name}'"
+    raise owner_error(func, (first, other)) or NeedsWhole(
+        f"{func.overloadpacket} combines '{first.label.fqn}' {tuple(first.shape)} and "
+        f"'{other.label.fqn}' {tuple(other.shape)}, which are cut differently."
     )
 
 
-def plain_scalar(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int) -> Tensor:
-    """Return a plain operand in a form that fits a slice of `numel` elements.
+def plain_operand(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int) -> Tensor:
+    """Return this rank's `numel` elements of a plain operand, as it broadcasts to the shape.
 
-    Only tensors that are the same everywhere fit: 0-dim ones, and expanded ones (all strides
-    zero), as the gradient of a sum is.
+    A plain tensor is a whole value, the same on all ranks. A DTensor that lies otherwise than the
+    parameter is gathered.
     """
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = tensor.wait()  # what DTensor's reductions return
+    shape = tensor.shape
+    if isinstance(tensor, DTensor):
+        if shape == spec.shape:
+            return slice_given(tensor, spec)
+        tensor = tensor.full_tensor()
     if not is_traceable_wrapper_subclass(tensor):
-        shape = tensor.shape
         if not shape:
             # A slice is 1-dim where the parameter is 0-dim: without this, type promotion would
             # rank the two differently.
             return tensor if spec.shape else tensor.expand(numel)
-        if not any(tensor.stride()) and _broadcasts(shape, spec.shape):
-            return tensor.as_strided((numel,), (0,))
+        if _broadcasts(shape, spec.shape):
+            if not any(tensor.stride()):
+                return tensor.as_strided((numel,), (0,))
+            return _slice_expanded(tensor, spec)
     raise owner_error(func, (spec,)) or NeedsWhole(
         f"{func.overloadpacket} combines the sharded parameter '{spec.label.fqn}' "
-        f"{tuple(spec.shape)} with a {type(tensor).__name__} of shape {tuple(tensor.shape)}, of "
-        "which each rank would need its own part.",
-        FULL_SIZE,
+        f"{tuple(spec.shape)} with a {type(tensor).__name__} of shape {tuple(tensor.shape)}."
     )
+
+
+def _slice_expanded(tensor: Tensor, spec: ShardSpec) -> Tensor:
+    """Return this rank's part of a plain tensor that broadcasts to the spec's shape."""
+    expanded = tensor.expand(spec.shape)
+    is_row_major = spec.tensor_parallel is None and spec.wrapper_stride is None
+    if not is_row_major or len(spec.shape) == 1 or expanded.is_contiguous():
+        return slice_given(expanded, spec)
+    # A range of an expanded tensor would copy all of it: only the rows that this rank holds.
+    start, end = spec.local_range
+    if start == end:
+        return tensor.new_empty(0)
+    row = spec.shape[1:].numel()
+    first, last = start // row, -(-end // row)
+    return expanded[first:last].reshape(-1)[start - first * row : end - first * row]
 
 
 def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
@@ -175,9 +180,8 @@ def write_to_plain(func: OpOverload, tensor: Any, args: Iterable[Any]) -> Runtim
     shards = shards_in(list(args))
     shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else None
     return owner_error(func, [each._shard_spec for each in shards]) or NeedsWhole(
-        f"{func.overloadpacket} would write a slice of the sharded parameter "
-        f"{describe_operands(shards[:1])} into a {type(tensor).__name__} of shape {shape}.",
-        INTO_PLAIN,
+        f"{func.overloadpacket} writes the sharded parameter {describe_operands(shards[:1])} into "
+        f"a {type(tensor).__name__} of shape {shape}."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,18 +12,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.tensor.flat_shard import FlatShard, kind_of, wrap
+from composable_shard.tensor.gathering import (
+    base_of,
+    gather_bases,
+    may_gather,
+    view_of_whole,
+)
 from composable_shard.tensor.operands import (
     binding,
     check_same_spec,
     note_write,
-    plain_scalar,
+    plain_operand,
     schema_arguments,
+    shards_in,
     slice_given,
+    tensors_in,
     unsupported,
     write_to_plain,
 )
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec, user_attributes
+from composable_shard.tensor.strided_view import StridedView
 from composable_shard.torch_private import (
     OpOverload,
     overload_name_of,
@@ -46,6 +55,8 @@ def pointwise_family(func: OpOverload) -> Rule | None:
 
 
 def _is_pointwise(func: OpOverload) -> bool:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False  # what is drawn for a slice is not what is drawn for the whole
     if torch.Tag.pointwise in func.tags:
         return func is not aten.equal.default  # tagged, and its result is no tensor
     # Some in-place variants lack the tag that their functional form has.
@@ -57,7 +68,10 @@ def _is_pointwise(func: OpOverload) -> bool:
 
 
 def local_operands(func: OpOverload, args: tuple[Any, ...]) -> tuple[list[Any], ShardSpec]:
-    """Return the arguments with slices in place of shards, and the spec they share."""
+    """Return the arguments with slices in place of shards, and the spec of the result.
+
+    Shards of another range are gathered, and cut as the result is.
+    """
     spec: ShardSpec | None = None
     operands: list[Any] = []
     plain: list[int] = []
@@ -69,8 +83,8 @@ def local_operands(func: OpOverload, args: tuple[Any, ...]) -> tuple[list[Any], 
             if spec is None:
                 spec = other
                 numel = arg._local.numel()
-            elif other is not spec:
-                check_same_spec(func, spec, other)
+            elif other is not spec and other != spec:
+                return _mixed_operands(func, args)
             operands.append(arg._local)
         else:
             if kind is not float and kind is not int and isinstance(arg, Tensor):
@@ -79,7 +93,39 @@ def local_operands(func: OpOverload, args: tuple[Any, ...]) -> tuple[list[Any], 
     if spec is None:
         raise unsupported(func, args)
     for position in plain:
-        operands[position] = plain_scalar(func, operands[position], spec, numel)
+        operand = operands[position]
+        if len(operand.shape) > len(spec.shape):
+            return _mixed_operands(func, args)
+        operands[position] = plain_operand(func, operand, spec, numel)
+    return operands, spec
+
+
+def _mixed_operands(func: OpOverload, args: tuple[Any, ...]) -> tuple[list[Any], ShardSpec]:
+    """Return local operands for shards of several ranges, of which one has the result's shape."""
+    shards = shards_in(args)
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors_in(args)))
+    fitting = (x for x in shards if x.shape == shape and not isinstance(x, StridedView))
+    like = next(fitting, None)
+    if like is None:
+        raise unsupported(func, args)
+    spec = like._shard_spec
+    others = [shard for shard in shards if shard._shard_spec != spec]
+    for other in others:
+        if spec.owner is not None or other._shard_spec.owner is not None:
+            check_same_spec(func, spec, other._shard_spec)
+    if not may_gather(func, args, {}):
+        raise unsupported(func, args)
+    wholes = gather_bases(func, others)
+    operands = []
+    for arg in args:
+        if isinstance(arg, FlatShard) and arg._shard_spec != spec:
+            arg = view_of_whole(arg, wholes[id(base_of(arg))])
+        if isinstance(arg, FlatShard):
+            operands.append(arg._local)
+        elif isinstance(arg, Tensor):
+            operands.append(plain_operand(func, arg, spec, like._local.numel()))
+        else:
+            operands.append(arg)
     return operands, spec
 
 
@@ -128,6 +174,8 @@ def _run_in_place(
     if not isinstance(target, FlatShard):
         raise write_to_plain(func, target, args)
     operands, spec = local_operands(func, args)
+    if operands[0] is not target._local:  # of another range than the result's
+        raise unsupported(func, args)
     guard = target._guard
     if guard is not None:
         guard.note_write(spec.label.fqn)
@@ -141,6 +189,8 @@ def _run_out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         raise write_to_plain(func, target, args)
     # The target takes part in the check of equal specs, and comes last to be taken off again.
     operands, _ = local_operands(func, (*args, target))
+    if operands[-1] is not target._local:
+        raise unsupported(func, args)
     note_write(target)
     func(*operands[:-1], **{**kwargs, "out": operands[-1]})
     return target
@@ -154,11 +204,14 @@ def _keep_layout(func: OpOverload, shard: FlatShard, kwargs: dict[str, Any]) -> 
     if not torch.empty_strided(shard.shape, shard.stride(), device="meta").is_contiguous(
         memory_format=requested
     ):
-        raise RuntimeError(
-            f"{func.overloadpacket} can't change the memory format of the sharded parameter "
-            f"'{shard._shard_spec.label.fqn}' {tuple(shard.shape)} to {requested}: its elements "
-            "lie on the ranks in their present order. Convert the module before sharding it."
-        )
+        if func is aten._to_copy.default and shard._guard is not None:
+            raise RuntimeError(
+                f"to() can't change the memory format of the sharded parameter "
+                f"'{shard._shard_spec.label.fqn}' {tuple(shard.shape)} to {requested}: its "
+                "elements lie on the ranks in their present order. Convert the module before "
+                "sharding it."
+            )
+        raise unsupported(func, (shard,))
     return {name: value for name, value in kwargs.items() if name != "memory_format"}
 
 
@@ -194,23 +247,21 @@ def _carry_attributes(source: FlatShard, result: FlatShard) -> FlatShard:
 
 
 def copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy from a shard of the same range, or this rank's slice from a plain full-size tensor.
-
-    The latter is the one exception to "no plain operand": every rank passes the same values.
-    """
+    """Copy from a shard, of another range after a gather, or from a whole plain tensor."""
     target, source, *others = args
     if not isinstance(target, FlatShard):
         raise write_to_plain(func, target, args)
-    spec = target._shard_spec
+    spec, own = target._shard_spec, target._local
     if isinstance(source, FlatShard):
-        check_same_spec(func, spec, source._shard_spec)
-        local = source._local
+        (first, local), _ = local_operands(func, (target, source))
+        if first is not own:
+            raise unsupported(func, args)
     else:
         if not isinstance(source, DTensor) and source.shape != spec.dense_shape:
             source = source.expand(spec.shape)
         local = slice_given(source, spec)
     note_write(target)
-    target._local.copy_(local, *others)
+    own.copy_(local, *others)
     return target
 
 
@@ -219,18 +270,8 @@ def _new_filled(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     shard, size, *others = args
     local, spec = shard._local, shard._shard_spec
     if tuple(size) != tuple(spec.shape):
-        if not spec.is_whole and _is_reduced(size, spec.shape):
-            raise unsupported(func, args)
         return func(local, size, *others, **kwargs)
     return wrap(func(local, [local.numel()], *others, **kwargs), spec)
-
-
-def _is_reduced(size: Sequence[int], shape: Sequence[int]) -> bool:
-    """Return whether sums over some dims of a shape have this size, as Adafactor's state has."""
-    is_sum = len(size) == len(shape) and all(
-        one in (1, full) for one, full in zip(size, shape, strict=True)
-    )
-    return is_sum and any(one > 1 for one in size)
 
 
 def _new_empty(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,8 +13,9 @@ shard, mostly empty, of a parameter that one rank owns: its reduction is a colle
 other. Its gradient exists only on the owner, which would get a value that the others lack: the
 reduction raises, except inside an optimizer's step, which runs on the owner alone.
 
-Sums and norms reduce the slices. Any other reduction (over listed dims, a mean, a maximum, the
-order of elements) runs on whole tensors, [Note: Gathered operands].
+Sums, means, norms, dot products and extremes reduce the slices, those over some dims by rows,
+`dim_reductions`. Any other reduction (a variance, the order of elements) runs on whole tensors,
+[Note: Gathered operands].
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.tensor.flat_shard import FlatShard, wrap
+from composable_shard.tensor.gathering import check_scope
 from composable_shard.tensor.operands import note_write, unsupported
+from composable_shard.tensor.pointwise_rules import local_operands
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import OpOverload, is_in_step, schema_of
@@ -77,6 +80,17 @@ def max_over(values: Tensor, groups: tuple[str, ...]) -> Tensor:
     return payload[0].masked_fill(payload[1] > 0, math.nan)
 
 
+def combine(norms: Tensor, order: float, groups: tuple[str, ...]) -> Tensor:
+    """Return the norm of each norm here and those on the other ranks of these groups, in float64.
+
+    One all-reduce for each group.
+    """
+    norms = norms.double()
+    if math.isinf(order):
+        return max_over(norms, groups)
+    return sum_over(norms**order, groups) ** (1.0 / order)
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to accumulate in."""
     return torch.float32 if dtype in HALF else dtype
@@ -99,20 +113,6 @@ def is_alone(spec: ShardSpec) -> bool:
     return spec.is_alone and spec.tensor_parallel is None
 
 
-def check_scope(func: OpOverload, shard: FlatShard) -> None:
-    """Check that all ranks have a shard of a tensor: [Note: Scope of a reduction]."""
-    spec = shard._shard_spec
-    if shard._guard is None:
-        raise RuntimeError(
-            f"{func.overloadpacket} of '{spec.label.fqn}' {tuple(spec.shape)} "
-            f'(granularity="param"), of its gradient or of another tensor made of it: rank '
-            f"{spec.owner} of its shard group holds it whole, and the value would be on that rank "
-            "alone. Take x.to_local() there, clip_grad_norm_(model, ...) for the norm of all "
-            "gradients, or p.full_tensor() on all ranks. Initialise with trunc_normal_ inside "
-            "unshard_params, or before fully_shard."
-        )
-
-
 def option(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """Return an argument by name, given or default."""
     for position, argument in enumerate(schema_of(func).arguments):
@@ -130,6 +130,45 @@ def _sum(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     return total.to(dtype)
 
 
+def _mean(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    shard = shard_of(func, args)
+    dtype = kwargs.get("dtype") or shard.dtype
+    if not is_inexact(dtype):
+        raise unsupported(func, args)  # torch's error
+    total = sum_over(shard._local.sum(dtype=wide(dtype)), reduction_groups(shard._shard_spec))
+    return (total / shard.numel()).to(dtype)
+
+
+def _dot(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    one, other = args
+    shard = one if isinstance(one, FlatShard) else other
+    shard_of(func, (shard,))
+    if one.shape != other.shape or one.dtype != other.dtype:
+        raise unsupported(func, args)  # torch's error
+    (first, second), spec = local_operands(func, (one, other))
+    kind = wide(shard.dtype)
+    product = func(first.contiguous().to(kind), second.contiguous().to(kind))
+    return sum_over(product, reduction_groups(spec)).to(shard.dtype)
+
+
+def _extreme(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Run `max`, `min`, `any` or `all` of all elements."""
+    shard = shard_of(func, args)
+    local, groups = shard._local, reduction_groups(shard._shard_spec)
+    if shard.numel() == 0 or shard.dtype.is_complex:
+        raise unsupported(func, args)  # torch's error
+    if func in (aten.any.default, aten.all.default):
+        wanted = func is aten.any.default
+        found = ((local != 0) == wanted).any().int()
+        return sum_over(found, groups) > 0 if wanted else sum_over(found, groups) == 0
+    if not shard.dtype.is_floating_point:
+        raise unsupported(func, args)  # rare: gathered
+    sign = 1 if func is aten.max.default else -1
+    highest = (local * sign).max() if local.numel() else local.new_full((), -math.inf)
+    # Negated, not the minimum: one collective carries the flag of NaN too.
+    return max_over(highest, groups) * sign
+
+
 def is_inexact(dtype: torch.dtype) -> bool:
     """Return whether numbers of a dtype are rounded."""
     return dtype.is_floating_point or dtype.is_complex
@@ -141,6 +180,13 @@ def _item(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 RULES: dict[OpOverload, Rule] = {
     aten.sum.default: _sum,
+    aten.mean.default: _mean,
+    aten.dot.default: _dot,
+    aten.vdot.default: _dot,
+    aten.max.default: _extreme,
+    aten.min.default: _extreme,
+    aten.any.default: _extreme,
+    aten.all.default: _extreme,
     aten._local_scalar_dense.default: _item,
 }
 

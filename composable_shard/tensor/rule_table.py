@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from composable_shard.options import WHOLE_NEEDED
+from composable_shard.options import IN_GRAPH, WHOLE_NEEDED
 from composable_shard.torch_private import OpOverload
 
 Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -25,7 +25,7 @@ class NeedsWhole(RuntimeError):
 
     def refusal(self, is_trained: bool) -> RuntimeError:
         """Return the error for users; in a graph the remedy is one that allows training."""
-        return RuntimeError(f"{self} {WHOLE_NEEDED if is_trained else self._remedy}")
+        return RuntimeError(f"{self} {IN_GRAPH if is_trained else self._remedy}")
 
 
 class RuleTable(dict[OpOverload, Rule]):

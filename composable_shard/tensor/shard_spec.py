@@ -84,11 +84,12 @@ class ParamLabel:
     parameter, its gradients and its optimizer state share one label.
     """
 
-    __slots__ = ("fqn", "is_among_owned")
+    __slots__ = ("fqn", "is_among_owned", "refuses_gathers")
 
     def __init__(self, fqn: str, is_among_owned: bool = False) -> None:
         self.fqn = fqn
         self.is_among_owned = is_among_owned
+        self.refuses_gathers = False
 
     def rename(self, fqn: str) -> None:
         """Take another name."""
@@ -97,6 +98,10 @@ class ParamLabel:
     def note_owned(self) -> None:
         """Note that one rank owns some parameters of its tree."""
         self.is_among_owned = True
+
+    def refuse_gathers(self, flag: bool) -> None:
+        """Choose whether operations at rest that would gather raise."""
+        self.refuses_gathers = flag
 
     def refuse_gradient_node(self) -> NoReturn:
         """Raise: no graph reaches a node that accumulates the gradient."""
@@ -217,6 +222,10 @@ class ShardSpec:
         """Return this rank's part of a dense tensor, shape `(end - start,)`; a view if it can."""
         start, end = self.local_range
         return self.flatten(dense)[start:end]
+
+    def arrange(self, flat: Tensor) -> Tensor:
+        """Return the dense tensor's elements, of what all ranks hold one after another."""
+        return flat
 
     def unflatten(self, flat: Tensor) -> Tensor:
         """View the elements of the dense tensor, shape `(numel,)`, in its shape and stride.

@@ -1,63 +1,65 @@
 """Rules for views.
 
 A flat range has no shape, so a view whose elements lie in one run is again a FlatShard: another
-shape of the whole, or a range of rows. Any other view (a column, a transposed matrix) raises.
+shape of the whole, its transpose, or a range of rows. Any other view is a StridedView.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from composable_shard.tensor.concatenation import ConcatSpec, run_of_parts
 from composable_shard.tensor.flat_shard import FlatShard, wrap
 from composable_shard.tensor.operands import unsupported
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
+from composable_shard.tensor.strided_view import Geometry, StridedView
 from composable_shard.torch_private import OpOverload
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Which elements of a dense tensor a view selects, in memory order."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    start: int
-
-    def apply(
-        self, func: OpOverload, numel: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Geometry:
-        """Return the geometry after a view op, worked out on a tensor without data."""
-        base = torch.empty(numel, device="meta").as_strided(self.shape, self.stride, self.start)
-        view = func(base, *args, **kwargs)
-        return Geometry(view.shape, view.stride(), view.storage_offset())
-
-    @property
-    def is_one_run(self) -> bool:
-        """Whether the elements lie side by side in memory, each once."""
-        expected = 1
-        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
-            if size != 1 and self.shape.numel():
-                if stride != expected:
-                    return False
-                expected *= size
-        return True
+def view_family(func: OpOverload) -> Rule | None:
+    """Return a rule if the op returns views of its one tensor."""
+    return _view if func.is_view else None
 
 
-def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shard: FlatShard = args[0]
-    spec = shard._shard_spec
-    before = Geometry(shard.shape, spec.stride, 0)
-    after = before.apply(func, shard.numel(), args[1:], kwargs)
-    if spec.tensor_parallel is not None and after == before:
-        return type(shard)(shard._local, spec, guard=shard._guard)
-    if spec.tensor_parallel is not None or not after.is_one_run:
+    if isinstance(shard, StridedView):
+        base, before = shard.base, shard.geometry
+    else:
+        base, before = shard, Geometry(shard.shape, shard._shard_spec.stride, 0)
+    after = before.apply(func, base.numel(), args[1:], kwargs)
+    if after is None:
         raise unsupported(func, args)
-    return run_of(shard, after)
+    if isinstance(after, list):
+        return [_view_of(func, args, base, each) for each in after]
+    return _view_of(func, args, base, after)
+
+
+def _view_of(
+    func: OpOverload, args: tuple[Any, ...], base: FlatShard, geometry: Geometry
+) -> FlatShard:
+    spec = base._shard_spec
+    if spec.tensor_parallel is not None:
+        if geometry == Geometry(base.shape, spec.stride, 0):
+            return type(base)(base._local, spec, guard=base._guard)
+    elif geometry.is_one_run and not isinstance(spec, ConcatSpec):
+        return run_of(base, geometry)
+    elif geometry.is_one_run and len(geometry.shape) == 1:
+        return run_of_parts(base, geometry.start, geometry.shape.numel(), run_of_rows)
+    if spec.is_whole or spec.owner is not None:
+        raise unsupported(func, args)  # of the whole tensor, on its owner alone
+    return StridedView(base, geometry)
+
+
+def run_of_rows(part: FlatShard, start: int, numel: int) -> FlatShard:
+    """Return the shard of `numel` elements of a 1-D shard, from `start` on."""
+    return run_of(part, Geometry(torch.Size([numel]), (1,), start))
 
 
 def run_of(shard: FlatShard, geometry: Geometry) -> FlatShard:
@@ -118,16 +120,10 @@ def _conjugate(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return wrap(torch.conj_physical(args[0]._local), args[0]._shard_spec)
 
 
+# No views for torch: results of these share memory all the same.
 _VIEWS = (
-    aten.view.default,
     aten._unsafe_view.default,
     aten._reshape_alias.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.select.int,
-    aten.slice.Tensor,
 )
 
 RULES: dict[OpOverload, Rule] = {

@@ -1,15 +1,13 @@
-"""Ops on whole tensors: those that this rank holds, and gathered ones for rare ops.
+"""Ops on whole tensors: those that this rank holds, and gathered ones.
 
-[Note: Gathered operands]
-A few ops have no meaning on one rank's range, and users call them on parameters at rest all the
-same. They run on whole tensors, which every rank gathers: one all-gather for each shard. Results
-are plain tensors, the same on all ranks. All other ops raise, and so does every op that writes.
-`cat` raises too, because libraries flatten tensors with it to reduce or broadcast them.
+The schema of an op says what it reads, writes and returns, and its tags what kind it is; there is
+no rule by name. See [Note: Gathered operands].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,28 +16,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
+from composable_shard.tensor.gathering import base_of, gather_bases, may_gather, view_of_whole
 from composable_shard.tensor.operands import (
     note_write,
     schema_arguments,
     shards_in,
+    slice_given,
     tensors_in,
 )
-from composable_shard.tensor.reduction_rules import check_scope, is_alone
-from composable_shard.tensor.view_rules import Geometry, run_of
-from composable_shard.torch_private import (
-    OpOverload,
-    is_in_step,
-    schema_of,
-    storage_of,
-)
-
-# By name, of all overloads.
-_READ = """
-    sum mean nansum prod var std var_mean std_mean amax amin aminmax max min _foreach_max any all
-    count_nonzero logsumexp linalg_vector_norm norm _foreach_norm argmax argmin topk sort kthvalue
-    median nanmedian mode histc _unique2 equal allclose
-"""
-_READS = frozenset(_READ.split())
+from composable_shard.tensor.shard_spec import ShardSpec
+from composable_shard.tensor.strided_view import Geometry
+from composable_shard.tensor.view_rules import run_of
+from composable_shard.torch_private import OpOverload, storage_of
 
 
 def on_gathered(
@@ -49,30 +37,62 @@ def on_gathered(
 
     [Note: Gathered operands]
     """
-    name = schema_of(func).name.removeprefix("aten::")
-    if name not in _READS:
+    if not may_gather(func, args, kwargs):
         return None
-    operands = (args, tuple(kwargs.values()))
-    shards = shards_in(operands)
-    if any(shard._shard_spec.owner is not None for shard in shards):
-        if is_in_step():
-            return None  # runs on the owner alone
-        if all(shard._guard is None for shard in shards):
-            check_scope(func, shards[0])
-    is_mixed = len(shards) < len(list(tensors_in(operands)))
-    if is_mixed or any(is_alone(shard._shard_spec) for shard in shards):
+    if any(isinstance(item, DTensor) for item in _written(func, args, kwargs)):
         return None
     return partial(_run_gathered, func, args, kwargs)
 
 
 def _run_gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    gathered: dict[int, Tensor] = {}
+    shards = shards_in((args, tuple(kwargs.values())))
+    written = shards_in(list(_written(func, args, kwargs)))
+    for shard in written:  # may raise: before anything is sent
+        note_write(shard)
+    wholes = gather_bases(func, shards)
+    originals: dict[int, Tensor] = {}  # the operand of each whole tensor
 
-    def gather(shard: FlatShard) -> Tensor:
-        return gathered.setdefault(id(shard), shard.gathered())
+    def whole_operand(tensor: Tensor) -> Tensor:
+        whole = tensor
+        if isinstance(tensor, FlatShard):
+            whole = view_of_whole(tensor, wholes[id(base_of(tensor))])
+        elif isinstance(tensor, DTensor):
+            whole = tensor.full_tensor()
+        originals[id(whole)] = tensor
+        return whole
 
-    options = {name: _replaced(value, gather) for name, value in kwargs.items()}
-    return func(*_replaced(args, gather), **options)
+    options = {name: _replaced(value, whole_operand, Tensor) for name, value in kwargs.items()}
+    result = func(*_replaced(args, whole_operand, Tensor), **options)
+    for base in {id(base): base for base in map(base_of, written)}.values():
+        if not base._shard_spec.is_alone:  # of that the whole tensor is the memory itself
+            base._local.copy_(slice_given(wholes[id(base)], base._shard_spec))
+
+    def returned(item: Any) -> Any:
+        return originals[id(item)] if id(item) in originals else _cut(item, shards)
+
+    if isinstance(result, tuple):
+        # Of several results (values and indices, factors) users take parts next: stays whole.
+        return tuple(originals.get(id(item), item) for item in result)
+    return list(map(returned, result)) if isinstance(result, list) else returned(result)
+
+
+def _cut(result: Any, shards: list[FlatShard]) -> Any:
+    """Return a result as a shard if it has the shape of an operand, else as it is."""
+    if not isinstance(result, Tensor) or result.numel() <= 1:
+        return result
+    for spec in (base_of(shard)._shard_spec for shard in shards):
+        if result.shape == spec.shape and not spec.is_whole and spec.owner is None:
+            laid_out = _laid_out_as(result, spec)
+            return wrap(slice_given(result, laid_out).clone(), laid_out)
+    return result
+
+
+def _laid_out_as(result: Tensor, spec: ShardSpec) -> ShardSpec:
+    """Return the spec with a dense result's own memory order, which users may have asked for."""
+    geometry = Geometry(result.shape, result.stride(), 0)
+    if spec.tensor_parallel is not None or result.stride() == spec.stride:
+        return spec
+    return replace(spec, dense_stride=geometry.stride) if geometry.is_one_run else spec
 
 
 def on_whole(
@@ -91,7 +111,7 @@ def on_whole(
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for shard in _written(func, args, kwargs):
+    for shard in shards_in(list(_written(func, args, kwargs))):
         note_write(shard)
     originals: dict[int, Tensor] = {}  # the shard of each whole tensor
 
@@ -110,21 +130,19 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _wrap(result, shards, originals, is_elementwise)
 
 
-def _written(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[FlatShard]:
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     for position, argument in enumerate(schema_arguments(func)):
         if argument.is_write:
             value = kwargs.get(argument.name)
-            yield from shards_in(args[position] if position < len(args) else value)
+            yield from tensors_in(args[position] if position < len(args) else value)
 
 
-def _replaced(value: Any, by: Callable[[FlatShard], Tensor]) -> Any:
-    """Return an argument with whole tensors in place of shards."""
-    if isinstance(value, FlatShard):
+def _replaced(value: Any, by: Callable[[Any], Tensor], kind: type[Tensor] = FlatShard) -> Any:
+    """Return an argument with whole tensors in place of tensors of a kind."""
+    if isinstance(value, kind):
         return by(value)
     if isinstance(value, list | tuple):
-        return type(value)(_replaced(item, by) for item in value)
+        return type(value)(_replaced(item, by, kind) for item in value)
     return value
 
 
@@ -141,7 +159,8 @@ def _wrap(
             return _view_of(shard, result)
     specs = [shard._shard_spec for shard in shards]
     if is_elementwise and result.shape == specs[0].shape and all(s == specs[0] for s in specs):
-        return wrap(specs[0].flatten(result), specs[0])
+        spec = _laid_out_as(result, specs[0])
+        return wrap(spec.flatten(result), spec)
     return result
 
 

@@ -18,9 +18,24 @@ Step = tuple["weakref.ref[Optimizer]", int]
 
 
 class _Running(threading.local):
-    """The steps that the thread is in; another tuple for each."""
+    """The steps that the thread is in.
+
+    Attributes:
+        steps: Another tuple for each.
+        gathered_nbytes: What the running step has gathered at rest.
+    """
 
     steps: tuple[Step, ...] = ()
+    gathered_nbytes = 0
+
+    def note_gathered(self, nbytes: int) -> None:
+        """Add to what the running step has gathered."""
+        self.gathered_nbytes += nbytes
+
+    def take_gathered(self) -> int:
+        """Return what the step has gathered, and begin anew."""
+        nbytes, self.gathered_nbytes = self.gathered_nbytes, 0
+        return nbytes
 
 
 class _Compared:
