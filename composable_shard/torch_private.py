@@ -326,7 +326,10 @@ def side_store() -> dist.Store | None:
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout of a group's collectives; None if no backend has one."""
     for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
+        try:
+            options = group._get_backend(device).options
+        except (AttributeError, RuntimeError):
+            continue  # since torch 2.14 a backend without options raises RuntimeError
         timeout: timedelta | None = getattr(options, "_timeout", None)
         if timeout is not None:
             return timeout

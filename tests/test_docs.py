@@ -136,6 +136,26 @@ def test_program_runs_as_printed(command: list[str], block: _CodeBlock, tmp_path
         assert_prints(output.splitlines(), "".join(printed).splitlines())
 
 
+def _run_without_accelerator(script: Path, folder: Path) -> tuple[int, str]:
+    """Run the script where torch is built for CUDA, and no device is there."""
+
+    def compiled_in(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    torch.accelerator.current_accelerator = compiled_in
+    return _run_here(script, [], folder)
+
+
+@pytest.mark.parametrize("block", PROGRAMS, ids=str)
+def test_program_runs_where_the_accelerator_is_absent(block: _CodeBlock, tmp_path: Path) -> None:
+    """`pip install torch` gives a build for CUDA on machines without a GPU too."""
+    assert block.program is not None
+    script = tmp_path / block.program
+    script.write_text(block.code)
+    [(code, output)] = run_processes([{}], _run_without_accelerator, script, tmp_path)
+    assert code == 0, output
+
+
 README_DIFFS = [block for block in _blocks(README) if block.language == "diff"]
 PORTED = [block for block in _all_blocks("diff") if block.page != README]
 NEED_CUDA = ("from_fairscale.py", "from_megatron.py")

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable_shard import fully_shard, get_handles, unshard_params
 from composable_shard.comm.devices import is_capturing
+from composable_shard.torch_private import timeout_of
 from tests import device
 from tests.device.running import on_device
 
@@ -79,6 +80,22 @@ def test_a_mesh_takes_a_backend_that_can_not_change_timeouts(
     mesh = DeviceMesh.from_group(group, device.NAME)
     model = fully_shard(nn.Linear(3, 2).to(device.NAME), mesh=mesh)
     model(torch.ones(1, 3, device=device.NAME)).sum().backward()
+
+
+@on_device(num_ranks=2)
+def test_a_mesh_takes_a_backend_without_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them raises RuntimeError since torch 2.14; another backend's timeout counts."""
+
+    def raise_as_torch_does(backend: object) -> None:
+        raise RuntimeError("Backend of a vendor does not implement getBackendOptions.")
+
+    group = dist.new_group([0, 1])
+    backend = group._get_backend(torch.device(device.NAME))
+    monkeypatch.setattr(type(backend), "options", property(raise_as_torch_does), raising=False)
+    mesh = DeviceMesh.from_group(group, device.NAME)
+    model = fully_shard(nn.Linear(3, 2).to(device.NAME), mesh=mesh)
+    model(torch.ones(1, 3, device=device.NAME)).sum().backward()
+    assert timeout_of(group) == group._get_backend(torch.device("cpu")).options._timeout
 
 
 @on_device
