@@ -9,12 +9,14 @@ from composable_shard.options.advice import (
     GRADIENTS,
     HIDDEN,
     INTO_PLAIN,
+    LOAD_FILE,
     PLACEMENTS,
     SAVE,
     VALUES,
     WHOLE_NEEDED,
     check_options,
     check_path_order,
+    describe_prefix,
 )
 from composable_shard.options.granularity import (
     Block,

@@ -34,10 +34,11 @@ from composable_shard.layout import (
     memory_order,
     whole_box,
 )
-from composable_shard.options import PLACEMENTS, VALUES
+from composable_shard.options import LOAD_FILE, PLACEMENTS, VALUES
 from composable_shard.torch_private import (
     compute_local_shape_and_global_offset,
     is_traceable_wrapper_subclass,
+    running,
 )
 
 
@@ -316,9 +317,10 @@ def _of_whole(name: str) -> Callable[..., Any]:
     def run(self: Checkpointable, *args: Any, **kwargs: Any) -> Any:
         spec = self._shard_spec
         if not spec.is_whole or spec.tensor_parallel is not None:
+            is_load = any(running("safetensors.torch", "load_model"))
             raise RuntimeError(
                 f"{name}() can't read the sharded parameter '{spec.label.fqn}' "
-                f"{tuple(spec.shape)}. {VALUES}"
+                f"{tuple(spec.shape)}. {LOAD_FILE if is_load else VALUES}"
             )
         return getattr(spec.unflatten(self._local), name)(*args, **kwargs)
 
