@@ -266,7 +266,7 @@ class _GuardedNames(set[str]):
 
 
 def running(module: str, function: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the local variables of torch's functions that run on this thread, innermost first.
+    """Yield the local variables of others' functions that run on this thread, innermost first.
 
     These are a module's functions of one name, or all of its functions.
     """

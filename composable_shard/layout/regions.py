@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 _Ints = tuple[int, ...]
@@ -83,6 +83,18 @@ class Region:
             )
             for box in _row_major(self._row_major_sizes, (), self.start, self.end)
         ]
+
+    def whole_rows(self) -> Region:
+        """Return the region of the rows that begin in this one; it has at most one box.
+
+        A row is an index of the first dim, in memory order, that is longer than one.
+
+        Example: elements `[2, 11)` of a row-major `(4, 3)` give `[3, 12)`.
+        """
+        lengths = [size for size in self._row_major_sizes if size > 1]
+        numel = math.prod(lengths[1:])
+        start, end = (-(-bound // numel) * numel for bound in (self.start, self.end))
+        return replace(self, start=start, end=end)
 
     def covering_rows(self) -> tuple[tuple[slice, ...], int]:
         """Return the fewest leading rows that hold a region that is not empty.

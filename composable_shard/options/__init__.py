@@ -7,12 +7,14 @@ from composable_shard.options.advice import (
     AT_REST,
     HIDDEN,
     IN_GRAPH,
+    LOAD_FILE,
     PLACEMENTS,
     SAVE,
     VALUES,
     WHOLE_NEEDED,
     check_options,
     check_path_order,
+    describe_prefix,
 )
 from composable_shard.options.granularity import (
     Block,

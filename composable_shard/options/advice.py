@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
@@ -38,6 +38,11 @@ VALUES = (
     "what it returns on any of them. To write safetensors call save_safetensors(model, directory) "
     "on all ranks."
 )
+LOAD_FILE = (
+    "safetensors.torch.load_model reads the memory of tensors, of which each rank holds a flat "
+    "range. Call load_safetensors(model, path) on all ranks, with the path of the file or of its "
+    "directory."
+)
 PLACEMENTS = (
     "Parameters at rest are no DTensors: a rank has a flat range, which no placement describes. "
     "To load values give whole tensors, or DTensors of any placements, to model.load_state_dict or "
@@ -50,6 +55,22 @@ SAVE = (
     "and save what rank 0 gets; p.full_tensor() makes one shard whole, which is no DTensor. To "
     "resume a run use save_checkpoint. Torch has opened the file already: what it held is lost."
 )
+
+
+def describe_prefix(missing: Sequence[str], unexpected: Collection[str]) -> str:
+    """Return what to do if unexpected names are the missing ones behind a prefix; else nothing.
+
+    Example: missing `a` and `b`, with `module.a` and `module.b` unexpected.
+    """
+    for name in unexpected if missing else ():
+        prefix = name.removesuffix(missing[0])
+        if prefix != name and all(prefix + each in unexpected for each in missing):
+            from_ddp = " (DistributedDataParallel's)" if prefix == "module." else ""
+            return (
+                f"The given names begin with '{prefix}'{from_ddp}, and the model's do not: pass "
+                f"{{name.removeprefix('{prefix}'): value for name, value in state_dict.items()}}."
+            )
+    return ""
 
 
 def check_options(name: str, given: Iterable[object], known: Collection[str]) -> None:

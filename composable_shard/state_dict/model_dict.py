@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.comm import HOST
-from composable_shard.options import StateDictOptions
+from composable_shard.options import StateDictOptions, describe_prefix
 from composable_shard.runtime import check_whole
 from composable_shard.state_dict.gathering import (
     Shares,
@@ -223,6 +223,8 @@ def _broadcast_model(
         problems += ["expected a dict"] * (not is_dict)
         problems += [f"missing {missing}"] * bool(missing and is_strict)
         problems += [f"unexpected {extra}"] * bool(extra and is_strict)
+        prefix = describe_prefix(missing, extra) if is_strict else ""
+        problems += [prefix] * bool(prefix)
         for key in names:
             if key not in others:
                 problems += _check(key, state_dict[key], expected[key])

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import HOST, Ranks
 from composable_shard.flat_param import FlatParamHandle, Shown, take_place
+from composable_shard.options import describe_prefix
 from composable_shard.runtime import ShardState
 from composable_shard.state_dict.model_tensors import (
     ManagedParam,
@@ -106,9 +107,11 @@ def _find_name_problems(
     missing = [name for name in needed if name in checked and name not in given]
     extra = [name for name in given if name in checked and name not in expected]
     lists = {"Missing": missing, "Unexpected": extra}
-    return [
+    problems = [
         f"{kind} key(s) in state_dict: {_quoted(each)}." for kind, each in lists.items() if each
     ]
+    prefix = describe_prefix(missing, extra)
+    return [*problems, prefix] if prefix else problems
 
 
 def runs_own_code(model: nn.Module) -> bool:

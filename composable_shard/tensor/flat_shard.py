@@ -23,7 +23,8 @@ from torch.overrides import enable_reentrant_dispatch
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
 from composable_shard.options import AT_REST, SAVE
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole
-from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, cloned, user_attributes
+from composable_shard.tensor.safetensors_rows import RowCheckpointable
+from composable_shard.tensor.shard_spec import ShardSpec, cloned, user_attributes
 from composable_shard.tensor.write_guard import WriteGuard
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
@@ -96,7 +97,7 @@ own_gradient: Callable[[Tensor], Tensor | None] = Tensor.grad.__get__  # type: i
 set_gradient: Callable[[Tensor, Tensor | None], None] = Tensor.grad.__set__  # type: ignore[union-attr]
 
 
-class FlatShard(Checkpointable):
+class FlatShard(RowCheckpointable):
     """One rank's flat range of a tensor, under the tensor's logical shape, stride and dtype.
 
     Elementwise ops run on the local tensors. Reductions to one value are exact, global and

@@ -34,10 +34,11 @@ from composable_shard.layout import (
     memory_order,
     whole_box,
 )
-from composable_shard.options import PLACEMENTS, VALUES
+from composable_shard.options import LOAD_FILE, PLACEMENTS, VALUES
 from composable_shard.torch_private import (
     compute_local_shape_and_global_offset,
     is_traceable_wrapper_subclass,
+    running,
 )
 
 
@@ -300,7 +301,7 @@ def local_box(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placemen
     return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 
-_OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard"})
+_OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard", "_row_tail"})
 
 
 def cloned(tensor: Tensor) -> Tensor:
@@ -325,9 +326,10 @@ def _of_whole(name: str) -> Callable[..., Any]:
     def run(self: Checkpointable, *args: Any, **kwargs: Any) -> Any:
         spec = self._shard_spec
         if not spec.is_whole or spec.tensor_parallel is not None:
+            is_load = any(running("safetensors.torch", "load_model"))
             raise RuntimeError(
                 f"{name}() can't read the sharded parameter '{spec.label.fqn}' "
-                f"{tuple(spec.shape)}. {VALUES}"
+                f"{tuple(spec.shape)}. {LOAD_FILE if is_load else VALUES}"
             )
         return getattr(spec.unflatten(self._local), name)(*args, **kwargs)
 
@@ -360,15 +362,9 @@ class Checkpointable(Tensor):
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         """Return a write item for each box of this rank's slice; no communication."""
         spec = self._shard_spec
-        properties = TensorProperties(dtype=self._local.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, spec.shape),
-            )
-            for chunk, _ in _chunks(spec)
-        ]
+        return write_items(
+            fqn, self._local.dtype, spec.shape, [chunk for chunk, _ in _chunks(spec)]
+        )
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Return the boxes to be read into this rank's slice, which counts as a write."""
@@ -446,8 +442,26 @@ def _chunks(spec: ShardSpec) -> list[tuple[ChunkStorageMetadata, Box]]:
     if not spec.shape.numel():
         # Without an entry in the checkpoint a load would miss the tensor.
         boxes = [Box((0,) * len(spec.shape), tuple(spec.shape), 0)]
+    return [(chunk_of(box), box) for box in boxes]
+
+
+def chunk_of(box: Box) -> ChunkStorageMetadata:
+    """Return a box as DCP writes it."""
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+def write_items(
+    fqn: str, dtype: torch.dtype, shape: torch.Size, chunks: Sequence[ChunkStorageMetadata]
+) -> list[WriteItem]:
+    """Return write items for parts of a tensor, for DCP."""
+    properties = TensorProperties(dtype=dtype)
     return [
-        (ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)), box) for box in boxes
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk, properties, shape),
+        )
+        for chunk in chunks
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Sequence
 
@@ -62,6 +64,23 @@ def test_empty_ranges_and_scalars() -> None:
     assert boxes_of_range((0, 3), (3, 1), 0, 0) == []
     assert boxes_of_range((), (), 0, 0) == []
     assert boxes_of_range((), (), 0, 1) == [Box((), (), 0)]
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (1, 4, 3), (2, 5, 3), (12,), ()])
+@pytest.mark.parametrize("step", [1, -1])
+def test_whole_rows_of_all_ranges_are_the_tensor(shape: tuple[int, ...], step: int) -> None:
+    """One box at most for each range, and together each element once, for any two cuts."""
+    numel = math.prod(shape)
+    order = tuple(range(len(shape)))[::step]
+    for first, second in itertools.combinations_with_replacement(range(numel + 1), 2):
+        count = torch.zeros(shape)
+        for start, end in ((0, first), (first, second), (second, numel)):
+            boxes = Region(whole_box(shape), order, start, end).whole_rows().boxes()
+            assert len(boxes) <= 1
+            for box in boxes:
+                places = zip(box.offsets, box.sizes, strict=True)
+                count[tuple(slice(offset, offset + size) for offset, size in places)] += 1
+        assert bool((count == 1).all())
 
 
 @pytest.mark.parametrize("bounds", [(0, 24), (0, 1), (23, 24), (5, 6), (3, 9), (8, 16), (7, 8)])

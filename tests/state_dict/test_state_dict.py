@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as torch_state_dict
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -774,3 +775,29 @@ def test_what_is_no_dict_is_refused_on_all_ranks() -> None:
     assert_holds(model.state_dict(), seeded(Net))
     set_model_state_dict(model, values, options=FROM_RANK0)
     assert_holds(model.state_dict(), seeded(Net, seed=1))
+
+
+@pytest.mark.parametrize("is_from_first", [False, True])
+@distributed(2)
+def test_names_behind_a_prefix_are_refused_with_the_prefix(is_from_first: bool) -> None:
+    """As DistributedDataParallel saves them; what the error says to pass is loaded."""
+    model = seeded(Net)
+    fully_shard(model)
+    given = {f"module.{name}": value for name, value in seeded(Net, seed=1).state_dict().items()}
+    options = FROM_RANK0 if is_from_first else None
+    with pytest.raises(RuntimeError, match=r"begin with 'module\.' \(DistributedDataParallel's\)"):
+        set_model_state_dict(model, given, options=options)
+    given = {name.removeprefix("module."): value for name, value in given.items()}
+    set_model_state_dict(model, given, options=options)
+    assert_holds(model.state_dict(), seeded(Net, seed=1))
+
+
+@distributed(2)
+def test_load_model_of_safetensors_says_what_loads(tmp_path: Path) -> None:
+    """Not what saves."""
+    model = seeded(Net)
+    fully_shard(model)
+    file = tmp_path / f"{dist.get_rank()}.safetensors"
+    save_model(seeded(Net), file)
+    with pytest.raises(RuntimeError, match=r"Call load_safetensors\(model, path\) on all ranks"):
+        load_model(model, file)
