@@ -154,14 +154,18 @@ class ShardGroup:
         group = _group_for("reductions", ranks, (self.group,), self.device)
         return replace(self, reduce_group=group)
 
-    def count_unit(self) -> int:
+    def next_unit_number(self) -> int:
         """Return the number of one more unit of all data-parallel ranks, which all of them form."""
         if not self.joint_groups:
             return 0
-        counts = order_of(self.joint_groups[0]).num_units
         names = tuple(group.group_name for group in self.joint_groups)
-        counts[names] += 1
-        return counts[names]
+        return order_of(self.joint_groups[0]).num_units[names] + 1
+
+    def note_unit_number(self, number: int) -> None:
+        """Count a unit that has been formed: the next one gets the number after its own."""
+        if self.joint_groups:
+            names = tuple(group.group_name for group in self.joint_groups)
+            order_of(self.joint_groups[0]).num_units[names] = number
 
     @property
     def groups(self) -> _Groups:

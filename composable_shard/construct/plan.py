@@ -172,7 +172,7 @@ def plan_unit(
         shard_group.check_host_collectives()
     if not options.use_orig_params:
         _check_can_be_flat(plan)
-    if options.sync_module_states and any(tensor.is_meta for tensor in states_to_sync(plan)):
+    if options.sync_module_states and _has_meta_states(plan):
         raise ValueError(
             "sync_module_states=True needs real parameters and buffers, got some on the meta "
             "device. Initialise or load them after fully_shard instead."
@@ -420,16 +420,19 @@ def _check_devices(originals: list[Original], shard_group: ShardGroup | None) ->
             )
 
 
-def states_to_sync(plan: Plan) -> list[Tensor]:
-    """Return the parameters and buffers that `sync_module_states` broadcasts."""
-    tensors = [original.dense for original in plan.originals]
-    tensors += [
+def buffers_to_sync(plan: Plan) -> list[Tensor]:
+    """Return the buffers that `sync_module_states` broadcasts, beside all parameters."""
+    return [
         buffer
         for module in plan.unmanaged_modules
         for buffer in buffers_of(module).values()
         if buffer is not None
     ]
-    return tensors
+
+
+def _has_meta_states(plan: Plan) -> bool:
+    states = [*(original.dense for original in plan.originals), *buffers_to_sync(plan)]
+    return any(tensor.is_meta for tensor in states)
 
 
 def _apply_precision(plan: Plan) -> None:

@@ -249,6 +249,25 @@ def rename(module: nn.Module) -> None:
                 handle.shown.flat.label.rename(flat_name.lstrip("."))
 
 
+def remember_names(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return a function that undoes `rename` for the units that are in `modules` now."""
+    states = list(dict.fromkeys(state for module in modules for state in get_states(module)))
+    handles = [handle for state in states for handle in state.handles]
+    state_names = [(state, state.name) for state in states]
+    unit_names = [(handle.label, handle.label.name) for handle in handles]
+    names = [(label, label.fqn) for handle in handles for label in handle.labels()]
+
+    def restore() -> None:
+        for state, name in state_names:
+            state.name = name
+        for unit_label, name in unit_names:
+            unit_label.rename(name)
+        for label, fqn in names:
+            label.rename(fqn)
+
+    return restore
+
+
 def check_whole(model: nn.Module) -> None:
     """Check that units manage all trainable parameters of a model, see [Note: Whole model].
 
