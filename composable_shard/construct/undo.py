@@ -18,7 +18,7 @@ from torch import nn
 
 from composable_shard.construct.plan import Plan
 from composable_shard.runtime import remember_names, remember_trees
-from composable_shard.torch_private import REGISTRY_KEY
+from composable_shard.torch_private import REGISTRY_KEY, buffers_of
 
 
 def remember(plan: Plan, undo: ExitStack) -> None:
@@ -40,8 +40,12 @@ def _remember_module(module: nn.Module, names: list[str]) -> Callable[[], None]:
     attributes = vars(module).copy()
     found: list[Any] = [attributes[name] for name in names if name in attributes]
     contents = [(each, each.copy()) for each in found if isinstance(each, dict | set)]
+    # Of a ScriptModule, which has no dict of them, only values are replaced.
+    buffers = {} if isinstance(buffers_of(module), dict) else dict(buffers_of(module).items())
 
     def restore() -> None:
+        for name, buffer in buffers.items():
+            buffers_of(module)[name] = buffer
         for container, before in contents:
             container.clear()
             container.update(before)

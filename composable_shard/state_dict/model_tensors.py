@@ -59,7 +59,8 @@ def is_extra_state(name: str) -> bool:
 def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield every name of every parameter and buffer, with its module and its key there."""
     for prefix, child in module.named_modules(remove_duplicate=False):
-        for key in (*parameters_of(child), *buffers_of(child)):
+        # A ScriptModule's have no __iter__.
+        for key in (*parameters_of(child).keys(), *buffers_of(child).keys()):
             yield f"{prefix}.{key}".lstrip("."), child, key
 
 
