@@ -106,7 +106,7 @@ class ShardGroup:
         Makes the default process group if there is none.
         """
         if not dist.is_initialized():
-            if dist.is_torchelastic_launched():
+            if dist.is_torchelastic_launched() or all(map(os.environ.get, _RENDEZVOUS)):
                 dist.init_process_group()
             else:
                 _init_one_process()
@@ -345,8 +345,8 @@ def _init_one_process() -> None:
     if several:
         raise RuntimeError(
             f"torch.distributed is not initialised, and {several[0]} says that this is one of "
-            "several processes. Call torch.distributed.init_process_group() first, or start the "
-            "script with torchrun."
+            "several processes. Call torch.distributed.init_process_group() first, start the "
+            f"script with torchrun, or set all of {', '.join(_RENDEZVOUS)}."
         )
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     _logger.warning(
@@ -357,6 +357,8 @@ def _init_one_process() -> None:
 
 _PIPELINE_AXIS = "pp"  # its name in torchtitan and in torch's documentation
 _logger = logging.getLogger("composable_shard")
+# What `init_process_group` needs, as Kubernetes' PyTorchJob and hand-written launchers set it.
+_RENDEZVOUS = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 # Variables of launchers: torchrun, Slurm, Open MPI, MPICH.
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 

@@ -151,8 +151,10 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     Raises:
         ValueError: If the module or a parameter can't be sharded, naming it; if called twice.
         RuntimeError: If torch.distributed is not initialised, in one of several processes that
-            torchrun has not launched. A single process gets a process group of its own. Later, in
-            the backward of a graph that was recorded before the call.
+            torchrun has not launched and whose environment lacks `WORLD_SIZE`, `RANK`,
+            `MASTER_ADDR` or `MASTER_PORT`: with these the process group is made. A single process
+            gets one of its own. Later, in the backward of a graph that was recorded before the
+            call.
         NotImplementedError: For sparse or unknown tensor types.
     """
     check_options("fully_shard", others, UnitOptions.names())
