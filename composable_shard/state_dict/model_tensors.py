@@ -194,6 +194,20 @@ class ModelRanks(Ranks):
 
         return unpack(packed, fetch)
 
+    def check_all_broadcast(self, broadcasts: bool) -> None:
+        """Check, on all ranks, that all or none of them pass `broadcast_from_rank0`.
+
+        One all-gather of 31 bytes for each process group.
+        """
+        asked = self.all_messages(broadcasts)
+        if len(set(asked)) > 1:
+            having = [rank for rank, each in enumerate(asked) if each]
+            raise ValueError(
+                "expected the same StateDictOptions on all ranks, got broadcast_from_rank0=True on "
+                f"ranks {having} of {len(asked)} only. Pass it on all of them, also where the dict "
+                "is empty."
+            )
+
     def check_can_broadcast(self) -> None:
         """Check, on all ranks, that the first rank can send values to all others."""
         if not self.handles and dist.is_initialized() and dist.get_world_size() > 1:
