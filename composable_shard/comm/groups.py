@@ -106,7 +106,7 @@ class ShardGroup:
         Makes the default process group if there is none.
         """
         if not dist.is_initialized():
-            if dist.is_torchelastic_launched():
+            if dist.is_torchelastic_launched() or all(map(os.environ.get, _RENDEZVOUS)):
                 dist.init_process_group()
             else:
                 _init_one_process()
@@ -154,14 +154,18 @@ class ShardGroup:
         group = _group_for("reductions", ranks, (self.group,), self.device)
         return replace(self, reduce_group=group)
 
-    def count_unit(self) -> int:
+    def next_unit_number(self) -> int:
         """Return the number of one more unit of all data-parallel ranks, which all of them form."""
         if not self.joint_groups:
             return 0
-        counts = order_of(self.joint_groups[0]).num_units
         names = tuple(group.group_name for group in self.joint_groups)
-        counts[names] += 1
-        return counts[names]
+        return order_of(self.joint_groups[0]).num_units[names] + 1
+
+    def note_unit_number(self, number: int) -> None:
+        """Count a unit that has been formed: the next one gets the number after its own."""
+        if self.joint_groups:
+            names = tuple(group.group_name for group in self.joint_groups)
+            order_of(self.joint_groups[0]).num_units[names] = number
 
     @property
     def groups(self) -> _Groups:
@@ -341,8 +345,8 @@ def _init_one_process() -> None:
     if several:
         raise RuntimeError(
             f"torch.distributed is not initialised, and {several[0]} says that this is one of "
-            "several processes. Call torch.distributed.init_process_group() first, or start the "
-            "script with torchrun."
+            "several processes. Call torch.distributed.init_process_group() first, start the "
+            f"script with torchrun, or set all of {', '.join(_RENDEZVOUS)}."
         )
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     _logger.warning(
@@ -353,6 +357,8 @@ def _init_one_process() -> None:
 
 _PIPELINE_AXIS = "pp"  # its name in torchtitan and in torch's documentation
 _logger = logging.getLogger("composable_shard")
+# What `init_process_group` needs, as Kubernetes' PyTorchJob and hand-written launchers set it.
+_RENDEZVOUS = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
 # Variables of launchers: torchrun, Slurm, Open MPI, MPICH.
 _NUM_PROCESSES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 

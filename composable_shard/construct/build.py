@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -10,20 +11,24 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from composable_shard.comm import ShardGroup, compare_units
 from composable_shard.construct.plan import (
     FLAT_PARAM_NAME,
+    Borrowed,
     Original,
     Plan,
-    states_to_sync,
+    buffers_to_sync,
 )
 from composable_shard.flat_param import (
     FlatParamHandle,
     FlatSlot,
     ParamEntry,
     Precision,
+    Slot,
     dense_stride,
+    give_back,
     make_flat_entry,
     plan_layout,
     show_flat,
@@ -40,6 +45,7 @@ from composable_shard.runtime import (
 from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec
 
 Group = tuple[Precision, list[Original]]
+Built = list[tuple[list[Original], FlatParamHandle]]
 _MIB = 1 << 20
 
 
@@ -122,10 +128,15 @@ def _cut(
     return cut_buckets(numels, cap_numel, shard_size, alignment, blocks=blocks)
 
 
-def sync_states(plan: Plan, shard_group: ShardGroup) -> None:
+def sync_states(plan: Plan, built: Built, shard_group: ShardGroup, undo: ExitStack) -> None:
     """Broadcast the parameters and buffers of the mesh's first rank, one by one.
 
-    Before that, one all-gather of 32 bytes for each process group compares the tensors to send.
+    Shards get the parameters' values; the original parameters keep their own, because a later
+    step may fail. Before that, one all-gather of 32 bytes for each process group compares the
+    tensors to send.
+
+    Args:
+        undo: Gets a function for each buffer, which writes its old values into it.
     """
     lines = [
         f"'{original.fqn}' shape {tuple(original.param.shape)} {original.param.dtype} is broadcast"
@@ -133,24 +144,40 @@ def sync_states(plan: Plan, shard_group: ShardGroup) -> None:
     ]
     lines += [
         f"a buffer of shape {tuple(tensor.shape)} {tensor.dtype} is broadcast"
-        for tensor in states_to_sync(plan)[len(lines) :]
+        for tensor in buffers_to_sync(plan)
     ]
     compare_units(shard_group.ranks, lines)
-    for tensor in states_to_sync(plan):
-        shard_group.ranks.copy_from_first(tensor)
+    entries = {
+        id(original): entry
+        for members, handle in built
+        for original, entry in zip(members, handle.entries, strict=True)
+    }
+    for original in plan.originals:
+        full = shard_group.ranks.copy_from_first(original.dense.clone())
+        entries[id(original)].fill(full)
+    for buffer in buffers_to_sync(plan):
+        undo.callback(buffer.detach().copy_, buffer.detach().clone())
+        shard_group.ranks.copy_from_first(buffer)
 
 
-def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
-    """Carry out the plan: build handles, and put FlatShards into the original parameters.
+def build_handles(plan: Plan, shard_group: ShardGroup) -> Built:
+    """Build the unit's handles, with this rank's part of the values; changes no module.
 
-    All memory is allocated before the first parameter is changed.
+    All memory of the unit is allocated here.
+    """
+    return [
+        (members, _build_handle(members, shard_group, precision, plan.options))
+        for precision, members in group_params(plan, shard_group.size)
+    ]
+
+
+def build_state(plan: Plan, built: Built, shard_group: ShardGroup, undo: ExitStack) -> ShardState:
+    """Carry out the plan: put the FlatShards of the handles into the original parameters.
+
+    Args:
+        undo: Gets a function for each parameter. Attributes of the modules are the caller's.
     """
     options = plan.options
-    groups = group_params(plan, shard_group.size)
-    built = [
-        (members, _build_handle(members, shard_group, precision, options))
-        for precision, members in groups
-    ]
     for number, (_, handle) in enumerate(built):
         suffix = f"_{number}" if number else ""
         handle.shown.set_flat_slot(FlatSlot(plan.modules[0], f"{FLAT_PARAM_NAME}{suffix}"))
@@ -159,10 +186,11 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
     for members, handle in built:
         for original, entry in zip(members, handle.entries, strict=True):
             entry.add_slots(original.slots)
-            _replace_parameter(original, entry)
+            _replace_parameter(original, entry, undo)
         if not options.use_orig_params:
             show_flat(handle)
     for item in plan.borrowed:
+        undo.callback(_show_in, item, item.entry.slots)
         item.entry.add_slots(item.slots)
         item.handle.shown.index_slots()
         item.handle.shown.show_again()
@@ -187,6 +215,12 @@ def build_state(plan: Plan, shard_group: ShardGroup) -> ShardState:
     )
     state.leave_out(plan.ignored)
     return state
+
+
+def _show_in(item: Borrowed, slots: tuple[Slot, ...]) -> None:
+    """Let another unit's parameter be shown in its earlier places alone."""
+    item.entry.set_slots(slots)
+    item.handle.shown.index_slots()
 
 
 def _keep_rnn_parameters(module: nn.Module, device: torch.device) -> None:
@@ -242,17 +276,23 @@ def _build_handle(
     return handle
 
 
-def _replace_parameter(original: Original, entry: ParamEntry) -> None:
+def _replace_parameter(original: Original, entry: ParamEntry, undo: ExitStack) -> None:
     """Turn the original Parameter object into the FlatShard; attributes and `.grad` carry over."""
     param, grad = original.param, original.param.grad
+    undo.callback(give_back, param, entry.sharded, grad, dict(vars(param)))
     param.grad = None
     if param.requires_grad:
-        # A graph from before keeps the node alive, and would accumulate an unused gradient.
-        get_gradient_edge(param).node.register_prehook(partial(_refuse_backward, entry.label))
+        undo.callback(_refuse_graphs_from_before(param, entry.label).remove)
     original.strip()
     entry.replace(param)
     if grad is not None and not entry.spec.is_owned_by_other_rank:
         param.grad = FlatShard.from_full(grad.to(param.device, param.dtype), entry.spec)
+
+
+def _refuse_graphs_from_before(param: nn.Parameter, label: ParamLabel) -> RemovableHandle:
+    # A graph from before keeps the node alive, and would accumulate an unused gradient.
+    node = get_gradient_edge(param).node
+    return node.register_prehook(partial(_refuse_backward, label))
 
 
 def _refuse_backward(label: ParamLabel, _: object) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Never
 
 from composable_shard.comm import ShardGroup
-from composable_shard.construct.build import build_state, sync_states
+from composable_shard.construct.build import build_handles, build_state, sync_states
 from composable_shard.construct.hooks import (
     register_boundaries,
     register_hooks,
@@ -21,6 +22,7 @@ from composable_shard.construct.plan import (
     as_modules,
     plan_unit,
 )
+from composable_shard.construct.undo import remember
 from composable_shard.flat_param import settle_owners
 from composable_shard.options import (
     DEFAULT_STRATEGY,
@@ -149,8 +151,10 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
     Raises:
         ValueError: If the module or a parameter can't be sharded, naming it; if called twice.
         RuntimeError: If torch.distributed is not initialised, in one of several processes that
-            torchrun has not launched. A single process gets a process group of its own. Later, in
-            the backward of a graph that was recorded before the call.
+            torchrun has not launched and whose environment lacks `WORLD_SIZE`, `RANK`,
+            `MASTER_ADDR` or `MASTER_PORT`: with these the process group is made. A single process
+            gets one of its own. Later, in the backward of a graph that was recorded before the
+            call.
         NotImplementedError: For sparse or unknown tensor types.
     """
     check_options("fully_shard", others, UnitOptions.names())
@@ -189,11 +193,21 @@ def form_unit(
     plan = plan_unit(modules, options, shard_group.size, shard_group)
     find_small_group(shard_group, plan.reshard_after_forward)
     if options.separate_reduce_group:
-        shard_group = shard_group.with_reduce_group()  # the last step that may fail
-    if options.sync_module_states:
-        sync_states(plan, shard_group)
-    _set_owners(plan, modules, shard_group, owners)
-    state = build_state(plan, shard_group)
+        shard_group = shard_group.with_reduce_group()
+    with ExitStack() as undo:
+        _set_owners(plan, modules, shard_group, owners, undo)
+        _form(plan, shard_group, undo)
+        undo.pop_all()  # nothing has failed
+
+
+def _form(plan: Plan, shard_group: ShardGroup, undo: ExitStack) -> None:
+    """Carry out a plan. [Note: Undo]"""
+    modules = plan.modules
+    built = build_handles(plan, shard_group)
+    if plan.options.sync_module_states:
+        sync_states(plan, built, shard_group, undo)
+    remember(plan, undo)
+    state = build_state(plan, built, shard_group, undo)
     apply_policy(state, plan.reshard_after_forward)
     register_boundaries(plan.kept_modules)
     for root in modules:
@@ -202,10 +216,12 @@ def form_unit(
     register_state_dict_hooks(modules, plan.unmanaged_modules, state)
     for root in modules:
         rename(root)
-    number = shard_group.count_unit()  # last: a call that failed on some ranks is not counted
+    join_owners(share_context(modules), [item.handle for item in plan.borrowed])
+    number = shard_group.next_unit_number()
     for handle in state.handles:
         handle.label.take_number(number)
-    join_owners(share_context(modules), [item.handle for item in plan.borrowed])
+    undo.callback(shard_group.note_unit_number, number - 1)
+    shard_group.note_unit_number(number)  # last: a call that failed on some ranks is not counted
 
 
 def find_shard_group(options: UnitOptions) -> ShardGroup:
@@ -221,6 +237,7 @@ def _set_owners(
     modules: Sequence[nn.Module],
     shard_group: ShardGroup,
     owners: Mapping[nn.Parameter, int] | None,
+    undo: ExitStack,
 ) -> None:
     """Enter the owners of whole parameters into the plan."""
     whole = [original for original in plan.originals if original.is_owned]
@@ -229,7 +246,7 @@ def _set_owners(
         if not whole and not any(handle.layout.owners for handle in inner):
             return
         sizes = [original.nbytes for original in whole]
-        found = settle_owners(inner, shard_group, sizes)
+        found = settle_owners(inner, shard_group, sizes, undo=undo)
     else:
         found = [owners[original.param] for original in whole]
     for original, owner in zip(whole, found, strict=True):

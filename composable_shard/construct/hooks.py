@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.jit import ScriptModule
 
 from composable_shard.runtime import (
     Boundary,
@@ -114,6 +115,8 @@ def register_state_dict_hooks(
     """Register the state dict hooks of a unit's modules, [Note: State dicts]."""
     show, load = partial(show_shards, state), partial(load_values, state)
     for module in modules:
+        if isinstance(module, ScriptModule):
+            continue  # it has no parameters, and takes no hooks
         attach_unit(module, state)
         module.register_state_dict_post_hook(show)
         module.register_load_state_dict_pre_hook(load)

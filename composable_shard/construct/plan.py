@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Placement
+from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
 
 from composable_shard.comm import ShardGroup
@@ -158,6 +159,7 @@ def plan_unit(
     """
     _check_modules(modules)
     plan = _find_params(modules, options, inner, managed)
+    _check_scripted(plan)
     _check_params(plan.originals, shard_group)
     _check_forwards_write_nothing(plan.unmanaged_modules)
     plan.reshard_after_forward = check_reshard_after_forward(
@@ -172,7 +174,7 @@ def plan_unit(
         shard_group.check_host_collectives()
     if not options.use_orig_params:
         _check_can_be_flat(plan)
-    if options.sync_module_states and any(tensor.is_meta for tensor in states_to_sync(plan)):
+    if options.sync_module_states and _has_meta_states(plan):
         raise ValueError(
             "sync_module_states=True needs real parameters and buffers, got some on the meta "
             "device. Initialise or load them after fully_shard instead."
@@ -229,6 +231,26 @@ def _find_params(
     )
 
 
+def _check_scripted(plan: Plan) -> None:
+    """Check that scripted and traced modules have nothing to shard.
+
+    Their compiled forward reads parameters from a C++ object, whatever Python's attributes show.
+    """
+    ignored = {id(param) for param in plan.options.ignored_params or ()}
+    for module in plan.unmanaged_modules:
+        if not isinstance(module, ScriptModule):
+            continue
+        names = [name for name, param in module.named_parameters() if id(param) not in ignored]
+        if names:
+            found = [n for root in plan.modules for n, m in root.named_modules() if m is module]
+            raise NotImplementedError(
+                f"'{found[0]}' is a {type(module).__name__} (torch.jit.script or trace) with the "
+                f"parameters {names}, which can't be sharded: its compiled forward reads its own. "
+                "Shard the module that it was made from, and torch.compile that, or pass its "
+                "parameters in ignored_params and reduce their gradients yourself."
+            )
+
+
 def as_modules(module: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules of one unit: the given ones, without any that is inside another."""
     if isinstance(module, nn.Module):
@@ -256,6 +278,11 @@ def _check_modules(modules: list[nn.Module]) -> None:
             raise ValueError(
                 f"torch's composable '{applied}' was already applied to this {kind}; "
                 "a module can have only one data-parallel API"
+            )
+        if isinstance(module, ScriptModule):
+            raise NotImplementedError(
+                f"a {kind} (torch.jit.script or trace) can't be a unit: its calls run no hooks in "
+                "compiled code. Shard the module that it was made from, or a module around it."
             )
         if not has_forward(module):
             raise ValueError(
@@ -420,16 +447,19 @@ def _check_devices(originals: list[Original], shard_group: ShardGroup | None) ->
             )
 
 
-def states_to_sync(plan: Plan) -> list[Tensor]:
-    """Return the parameters and buffers that `sync_module_states` broadcasts."""
-    tensors = [original.dense for original in plan.originals]
-    tensors += [
+def buffers_to_sync(plan: Plan) -> list[Tensor]:
+    """Return the buffers that `sync_module_states` broadcasts, beside all parameters."""
+    return [
         buffer
         for module in plan.unmanaged_modules
         for buffer in buffers_of(module).values()
         if buffer is not None
     ]
-    return tensors
+
+
+def _has_meta_states(plan: Plan) -> bool:
+    states = [*(original.dense for original in plan.originals), *buffers_to_sync(plan)]
+    return any(tensor.is_meta for tensor in states)
 
 
 def _apply_precision(plan: Plan) -> None:

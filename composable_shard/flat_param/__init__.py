@@ -13,6 +13,7 @@ from composable_shard.flat_param.entries import (
     Slot,
     dense_stride,
     find_slots,
+    give_back,
     slot_key,
     take_place,
 )

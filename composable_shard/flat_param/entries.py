@@ -222,15 +222,48 @@ def swap_parameter(original: nn.Parameter, replacement: Tensor) -> None:
     Like `torch.utils.swap_tensors`, which refuses tensors with weak references (LSTM and GRU keep
     some to their weights); such references still point to the same object.
     """
-    slots = [name for name in ("_local_tensor", "_spec") if hasattr(type(original), name)]
-    for name in slots:
-        ours, theirs = getattr(original, name, None), getattr(replacement, name, None)
-        setattr(original, name, theirs)
-        setattr(replacement, name, ours)
-    old_class, new_class = type(original), type(replacement)
-    original.__class__, replacement.__class__ = new_class, old_class  # type: ignore[assignment]
+    done = []
+    try:
+        for swap in (_swap_slots, _swap_classes, _swap_attributes, swap_tensors):
+            done.append((swap(original, replacement), swap))
+    except BaseException:
+        # Some of each object would be neither parameter. A swap is its own inverse.
+        for _, swap in reversed(done):
+            swap(original, replacement)
+        raise
+
+
+def _swap_slots(original: Tensor, replacement: Tensor) -> None:
+    for name in ("_local_tensor", "_spec"):
+        if hasattr(type(original), name):
+            ours, theirs = getattr(original, name, None), getattr(replacement, name, None)
+            setattr(original, name, theirs)
+            setattr(replacement, name, ours)
+
+
+def _swap_classes(original: Tensor, replacement: Tensor) -> None:
+    original.__class__, replacement.__class__ = type(replacement), type(original)
+
+
+def _swap_attributes(original: Tensor, replacement: Tensor) -> None:
     original.__dict__, replacement.__dict__ = replacement.__dict__, original.__dict__
-    swap_tensors(original, replacement)
+
+
+def give_back(
+    original: nn.Parameter, sharded: Tensor, grad: Tensor | None, attributes: dict[str, Any]
+) -> None:
+    """Undo `ParamEntry.replace`, also where it has failed or has not begun.
+
+    Args:
+        original: The user's Parameter object.
+        sharded: The object that was swapped with it.
+        grad: Its gradient before.
+        attributes: Its attributes before.
+    """
+    if isinstance(original, FlatShard):
+        swap_parameter(original, sharded)
+    vars(original).update(attributes)
+    original.grad = grad
 
 
 @dataclass
@@ -262,6 +295,19 @@ class ParamEntry:
     def hidden_at(self, place: ModuleItems | None) -> FlatShard | None:
         """Return a slot's value while the parameter is hidden: None if the slot registers it."""
         return self.sharded if place is None else None
+
+    def fill(self, full: Tensor) -> None:
+        """Write this rank's part of the parameter's full values, before anything reads the shard.
+
+        Args:
+            full: Of the dense shape, on any device.
+        """
+        assert self.shard_view is not None
+        self.shard_view.copy_(self.spec.slice(full))
+
+    def set_slots(self, slots: tuple[Slot, ...]) -> None:
+        """Let the parameter be shown in these places alone."""
+        self.slots = slots
 
     def add_slots(self, slots: tuple[Slot, ...]) -> None:
         """Let the parameter be shown in further places."""

@@ -19,7 +19,8 @@ construction, must be built after the outermost call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -65,6 +66,31 @@ def change_owners(handle: FlatParamHandle, owners: Sequence[int]) -> None:
                     entry.slice_of(handle.shard.values).copy_(full[start:end])
 
 
+def remember_owners(handle: FlatParamHandle) -> Callable[[], None]:
+    """Return a function that undoes `change_owners` on this rank, without a message.
+
+    It holds the shard, whose values must not be written until then.
+    """
+    parts = handle.layout, handle.shard, handle.full, handle.grads
+    entries, specs = list(handle.entries), [entry.spec for entry in handle.entries]
+    flat = handle.shown.flat
+    flat_facts = None if flat is None else (flat.spec, flat.used)
+
+    def restore() -> None:
+        handle.layout, handle.shard, handle.full, handle.grads = parts
+        handle.entries[:] = entries
+        shard = handle.shard.values
+        for entry, spec in zip(entries, specs, strict=True):
+            entry.spec = spec
+            entry.view_in(shard, handle.guard)
+        if flat is not None and flat_facts is not None:
+            flat.spec, flat.used = flat_facts
+            flat.view_in(shard, handle.guard)
+        handle.shown.index_slots()
+
+    return restore
+
+
 def _take_layout(
     handle: FlatParamHandle,
     layout: FlatLayout,
@@ -104,6 +130,7 @@ def settle_owners(
     sizes: Sequence[int] = (),
     *,
     always_compare: bool = True,
+    undo: ExitStack | None = None,
 ) -> list[int]:
     """Balance all whole parameters over their ranks; move existing ones where that is better.
 
@@ -113,6 +140,7 @@ def settle_owners(
     Args:
         shard_group: The ranks that will share the parameters of a unit that is not formed yet.
         always_compare: Whether ranks compare the plan also where nothing is to move.
+        undo: Gets a function for each handle whose parameters move, which undoes that.
     """
     pools: dict[tuple[int, ...], _Pool] = {}
     for handle in handles:
@@ -135,6 +163,9 @@ def settle_owners(
         _compare_plans(planned)
     for handle, found in planned.items():
         if tuple(found) != handle.layout.owners:
+            if undo is not None:
+                handle.adopt_changes()  # what is remembered is the handle's own shard
+                undo.callback(remember_owners(handle))
             change_owners(handle, found)
     return owners
 

@@ -19,7 +19,7 @@ from composable_shard.options import OptionsDict, UnitOptions
 from composable_shard.planning.costs import RankCounts, unit_cost
 from composable_shard.planning.description import listed
 from composable_shard.planning.fake_run import StepMemory, find_peaks, moments_of
-from composable_shard.planning.rules import Rule, Rules, parse_rules
+from composable_shard.planning.rules import Rule, Rules, parse_rules, transformer_blocks
 from composable_shard.planning.sharding_plan import PlannedUnit, ShardingPlan
 from composable_shard.runtime import ModuleTree, is_sharded
 
@@ -107,7 +107,7 @@ _M = TypeVar("_M", bound=nn.Module)
 @overload
 def shard_model(
     model: nn.Module,
-    rules: Rules,
+    rules: Rules | None = None,
     *,
     dry_run: Literal[True],
     world_size: int | None = None,
@@ -118,7 +118,7 @@ def shard_model(
 @overload
 def shard_model(
     model: _M,
-    rules: Rules,
+    rules: Rules | None = None,
     *,
     dry_run: Literal[False] = False,
     world_size: None = None,
@@ -128,7 +128,7 @@ def shard_model(
 
 def shard_model(
     model: _M,
-    rules: Rules,
+    rules: Rules | None = None,
     *,
     dry_run: bool = False,
     world_size: int | None = None,
@@ -157,7 +157,7 @@ def shard_model(
 
     Args:
         model: The model; no module in it is sharded yet.
-        rules: A mapping or a sequence of pairs.
+        rules: A mapping or a sequence of pairs. Default: `transformer_blocks(model)`.
         dry_run: Change nothing. Rank 0 prints the table of units, with the bytes that a rank will
             hold and send; all ranks return it. Needs no process group; the model may be on the meta
             device.
@@ -176,6 +176,7 @@ def shard_model(
     """
     _check_call(model, dry_run, world_size)
     shape = None if world_size is None else (world_size,)
+    rules = transformer_blocks(model) if rules is None else rules
     planned = plan_model(model, rules, defaults, shape, has_ranks=not dry_run)
     if dry_run:
         if not dist.is_initialized() or dist.get_rank() == 0:

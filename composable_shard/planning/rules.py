@@ -150,6 +150,11 @@ def _translate(token: re.Match[str]) -> str:
 
 # A list whose blocks are this much smaller than the largest list's is part of a stem or a head.
 _MIN_BLOCK_SHARE = 0.01
+# Larger blocks of a growing list, as parts of the model, are stages.
+_MAX_BLOCK_SHARE = 1 / 3
+# Smaller lists, as parts of the model, stay in the root; so do modules where there is no list.
+_MIN_LIST_SHARE = 0.01
+_MAX_SIZED_SHARE = 1 / 8  # where there is no list, larger modules are split
 
 
 def by_class(
@@ -189,6 +194,12 @@ def transformer_blocks(
     of the parameters of its blocks. A list of one module, which runs again and again (ALBERT),
     counts only if there is no other list.
 
+    Where a list grows and its largest block has more than a third of the model's parameters, its
+    blocks are stages, as in hierarchical vision models: the blocks of the lists inside them are
+    taken instead, and a stage without a list as it is. Stages with less than a hundredth of the
+    parameters stay in the root. In a model without lists modules are taken by size, of a hundredth
+    to an eighth of the parameters where there are such.
+
     An `nn.Embedding` outside of these lists becomes a unit if it has at least as many parameters as
     a block and shares none with another module. The root then doesn't hold it from its forward to
     its backward. This costs three more collectives in a step; one of them is a second gather of the
@@ -203,7 +214,7 @@ def transformer_blocks(
         One pair for each list and each such embedding, alone or unpacked among other rules.
 
     Raises:
-        ValueError: If there is no such list.
+        ValueError: If there is no such list, and no such module.
     """
     if not isinstance(model, nn.Module):
         raise ValueError(f"expected model to be an nn.Module, got {type(model).__name__}")
@@ -216,6 +227,9 @@ def transformer_blocks(
     composite = {name: module for name, module in lists.items() if _has_composite_children(module)}
     outermost = _outermost(composite or lists)
     sizes = {name: _block_numel(module) for name, module in outermost.items()}
+    sized = [] if any(sizes.values()) else list(_by_size("", model, _numel(model)))
+    if len(sized) > 1:
+        return [(escape_glob(name), options.copy()) for name in sized]
     if not any(sizes.values()):
         raise ValueError(
             f"no ModuleList or Sequential in {type(model).__name__} holds two or more modules that "
@@ -224,10 +238,66 @@ def transformer_blocks(
         )
     largest = _block_numel(max(outermost.values(), key=_numel))
     taken = [name for name, size in sizes.items() if size >= _MIN_BLOCK_SHARE * largest]
-    globs = [f"{escape_glob(name)}.*".lstrip(".") for name in taken]
+    globs = [
+        glob for name in taken for glob in _block_globs(name, outermost[name], kinds, _numel(model))
+    ]
     blocks = [outermost[name] for name in taken]
     globs += map(escape_glob, _embeddings_beside(blocks, model, largest))
     return [(glob, options.copy()) for glob in globs]
+
+
+def _block_globs(name: str, module: nn.Module, kinds: set[str], model_numel: int) -> Iterator[str]:
+    """Yield globs of a list's blocks, or of blocks inside them where they are stages.
+
+    The stages of vision models grow, and one may hold most of the model. Equal blocks with lists
+    are no stages: their lists hold experts, of which some run.
+    """
+    numels = [_numel(child) for child in module.children()]
+    is_growing = max(numels) > _MAX_BLOCK_SHARE * model_numel and min(numels) < max(numels)
+    inside = {key: _lists_inside(stage, kinds) for key, stage in module.named_children()}
+    if not is_growing or not any(inside.values()):
+        yield f"{escape_glob(name)}.*".lstrip(".")
+        return
+    for key, stage in module.named_children():
+        stage_name = f"{name}.{key}".lstrip(".")
+        if _numel(stage) < _MIN_LIST_SHARE * model_numel:
+            continue  # its gathers would cost more than its memory in the root
+        if not inside[key]:
+            yield escape_glob(stage_name)
+        for inner_name, each in inside[key].items():
+            yield from _block_globs(f"{stage_name}.{inner_name}", each, kinds, model_numel)
+
+
+def _lists_inside(stage: nn.Module, kinds: set[str]) -> dict[str, nn.Module]:
+    """Return the outermost lists of blocks below a module by name; of one block, if need be."""
+    for least in (2, 1):
+        found = {
+            name: module
+            for name, module in stage.named_modules()
+            if name and _is_block_list(module, kinds, least) and _has_composite_children(module)
+        }
+        if found:
+            return _outermost(found)
+    return {}
+
+
+def _by_size(name: str, module: nn.Module, model_numel: int) -> Iterator[str]:
+    """Yield names of modules with forwards below a module that are neither tiny nor too large."""
+    for key, child in module.named_children():
+        child_name, numel = f"{name}.{key}".lstrip("."), _numel(child)
+        if numel == 0 or numel < _MIN_LIST_SHARE * model_numel:
+            continue
+        # A layer of torch's own reads its children's weights itself, as MultiheadAttention does.
+        is_torchs = type(child).__module__.startswith("torch.nn.") and has_forward(child)
+        can_split = not is_torchs or isinstance(child, nn.Sequential)
+        is_large = can_split and numel > _MAX_SIZED_SHARE * model_numel
+        below = list(_by_size(child_name, child, model_numel)) if is_large else []
+        if below:
+            yield from below
+        elif has_forward(child):
+            yield child_name
+        else:
+            yield from _by_size(child_name, child, model_numel)
 
 
 def _embeddings_beside(

@@ -21,7 +21,7 @@ from composable_shard.runtime.initialization import (
     watch_meta_buffers,
 )
 from composable_shard.runtime.lockstep import note_setting
-from composable_shard.runtime.membership import join_owners, share_context
+from composable_shard.runtime.membership import join_owners, remember_trees, share_context
 from composable_shard.runtime.tree import (
     ModuleTree,
     attach_state,
@@ -37,6 +37,7 @@ from composable_shard.runtime.tree import (
     iter_unmanaged_modules,
     managed_params,
     read_state,
+    remember_names,
     rename,
     select_states,
     tensor_groups,

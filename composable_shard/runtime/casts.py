@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.jit import ScriptModule
 
 from composable_shard.comm import ShardGroup, collectives
 from composable_shard.torch_private import (
@@ -175,7 +176,8 @@ class BufferBroadcast:
 
     def __init__(self, modules: Sequence[nn.Module], shard_group: ShardGroup) -> None:
         self.shard_group = shard_group  # the ranks that take part
-        self._slots = [buffers_of(module) for module in modules]
+        # A ScriptModule's is no dict, and has no copy; `check_can_broadcast` found it empty.
+        self._slots = [each for each in map(buffers_of, modules) if isinstance(each, dict)]
         self._is_due = True
 
     def describe(self) -> list[str]:
@@ -232,6 +234,11 @@ class BufferBroadcast:
 def check_can_broadcast(modules: Sequence[nn.Module]) -> None:
     """Check that the buffers of a unit can be broadcast."""
     for module in modules:
+        if isinstance(module, ScriptModule) and len(buffers_of(module)):
+            raise NotImplementedError(
+                f"broadcast_buffers=True can't find the buffers of a {type(module).__name__} "
+                "(torch.jit.script or trace). Leave broadcast_buffers out for its unit."
+            )
         for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.layout is not torch.strided:
                 raise ValueError(

@@ -17,7 +17,7 @@ ran them, or that was passed to `lazy_init`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -49,6 +49,33 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
         old.give_up(own)
     _note_owned(handles)
     return context
+
+
+def remember_trees(modules: list[nn.Module], *, joins: bool) -> Callable[[], None]:
+    """Return a function that undoes `share_context` and `join_owners`, before a call has begun.
+
+    With `joins` the units that it reaches may be in any tree.
+    """
+    states = list(dict.fromkeys(state for module in modules for state in get_states(module)))
+    known = dict.fromkeys(state.context for state in states if state.context is not None)
+    known |= dict.fromkeys(list(trees) if joins else ())
+    before = [tree.remember() for tree in known]
+    contexts = [(state, state.context) for state in states]
+    contexts += [(state, tree) for tree in known for state in tree.live_states()]
+    labels = [label for state in states for handle in state.handles for label in handle.labels()]
+    flags = [(label, label.is_among_owned) for label in labels]
+
+    def restore() -> None:
+        for undo in before:
+            undo()
+        for state, context in contexts:
+            if state.context is not None and state.context not in known:
+                trees.discard(state.context)  # an error's traceback may keep it alive
+            state.context = context
+        for label, flag in flags:
+            label.note_owned(flag)
+
+    return restore
 
 
 def adopt_contents(context: TreeContext) -> None:
@@ -96,8 +123,9 @@ def renew_context(context: TreeContext) -> None:
 
 def join_owners(context: TreeContext, borrowed: Sequence[FlatParamHandle]) -> None:
     """Join the trees of parameters that a new unit borrows from units that are not inside it."""
+    others = [tree for tree in trees if tree.states]  # once: there may be one for each unit
     for handle in borrowed:
-        for other in list(trees):
+        for other in others:
             if other is not context and handle in other.live_handles():
                 context = _join(other, context)
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.jit import ScriptModule
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard.flat_param import (
@@ -96,7 +97,7 @@ def first_names(
     """Return the first name in `module` of each parameter of handles, by handle and index."""
     found, names = _by_slot(handles), dict[tuple[FlatParamHandle, int], str]()
     for prefix, child in module.named_modules():
-        for key in parameters_of(child):
+        for key in parameters_of(child).keys():  # noqa: SIM118 -- a ScriptModule's has no __iter__
             place = found.get((id(parameters_of(child)), key))
             if place is not None:
                 names.setdefault(place, f"{prefix}.{key}".lstrip("."))
@@ -249,6 +250,25 @@ def rename(module: nn.Module) -> None:
                 handle.shown.flat.label.rename(flat_name.lstrip("."))
 
 
+def remember_names(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return a function that undoes `rename` for the units that are in `modules` now."""
+    states = list(dict.fromkeys(state for module in modules for state in get_states(module)))
+    handles = [handle for state in states for handle in state.handles]
+    state_names = [(state, state.name) for state in states]
+    unit_names = [(handle.label, handle.label.name) for handle in handles]
+    names = [(label, label.fqn) for handle in handles for label in handle.labels()]
+
+    def restore() -> None:
+        for state, name in state_names:
+            state.name = name
+        for unit_label, name in unit_names:
+            unit_label.rename(name)
+        for label, fqn in names:
+            label.rename(fqn)
+
+    return restore
+
+
 def check_whole(model: nn.Module) -> None:
     """Check that units manage all trainable parameters of a model, see [Note: Whole model].
 
@@ -293,7 +313,9 @@ class _Contents:
     __slots__ = ("empty", "filled", "flags", "freed", "ids", "num_children", "places", "refs")
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        modules = [] if module is None else list(module.modules())
+        found = [] if module is None else module.modules()
+        # A ScriptModule's contents never change, and it has no dicts of them.
+        modules = [each for each in found if not isinstance(each, ScriptModule)]
         children, params = ([*map(of, modules)] for of in (modules_of, parameters_of))
         self.empty = [each for each in (*children, *params) if not each]
         self.filled = [each for each in (*children, *params) if each]

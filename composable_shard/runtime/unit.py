@@ -7,9 +7,10 @@ Both are dropped at its end, so no field is reset by hand.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -354,6 +355,13 @@ class TreeContext:
         self.graphs = graphs.within(own)
         for state in self.live_states():
             state.forward_order = []
+
+    def remember(self) -> Callable[[], None]:
+        """Return a function that undoes `give_up` and `take_over` here, before a call has begun."""
+        attributes = vars(self).copy()
+        attributes["graphs"] = self.graphs.within(self.states)
+        attributes["entered"] = self.entered.copy()
+        return partial(vars(self).update, attributes)
 
     def give_up(self, states: Sequence[ShardState]) -> None:
         """Remove units that get another context."""

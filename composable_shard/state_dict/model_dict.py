@@ -153,6 +153,7 @@ def set_model_state_dict(
     """
     options = StateDictOptions.of(options)
     check_model_is_idle(model, "a state dict can't be loaded")
+    ModelRanks(model).check_all_broadcast(options.broadcast_from_rank0)
     if options.broadcast_from_rank0:
         return _broadcast_model(model, model_state_dict, is_strict=options.strict)
     given = check_values(model, model_state_dict, is_strict=options.strict)

@@ -59,7 +59,8 @@ def is_extra_state(name: str) -> bool:
 def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield every name of every parameter and buffer, with its module and its key there."""
     for prefix, child in module.named_modules(remove_duplicate=False):
-        for key in (*parameters_of(child), *buffers_of(child)):
+        # A ScriptModule's have no __iter__.
+        for key in (*parameters_of(child).keys(), *buffers_of(child).keys()):
             yield f"{prefix}.{key}".lstrip("."), child, key
 
 
@@ -192,6 +193,20 @@ class ModelRanks(Ranks):
             return self.copy_from_first(whole.copy_(tensors[name]) if tensors else whole)
 
         return unpack(packed, fetch)
+
+    def check_all_broadcast(self, broadcasts: bool) -> None:
+        """Check, on all ranks, that all or none of them pass `broadcast_from_rank0`.
+
+        One all-gather of 31 bytes for each process group.
+        """
+        asked = self.all_messages(broadcasts)
+        if len(set(asked)) > 1:
+            having = [rank for rank, each in enumerate(asked) if each]
+            raise ValueError(
+                "expected the same StateDictOptions on all ranks, got broadcast_from_rank0=True on "
+                f"ranks {having} of {len(asked)} only. Pass it on all of them, also where the dict "
+                "is empty."
+            )
 
     def check_can_broadcast(self) -> None:
         """Check, on all ranks, that the first rank can send values to all others."""

@@ -64,6 +64,7 @@ def set_optimizer_state_dict(
             naming it; no optimizer has been changed then.
     """
     options = StateDictOptions.of(options)
+    ModelRanks(model).check_all_broadcast(options.broadcast_from_rank0)
     with torch.no_grad():
         prepare_load(model, as_list(optimizers), optim_state_dict, options)()
 

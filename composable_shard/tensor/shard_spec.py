@@ -96,9 +96,9 @@ class ParamLabel:
         """Take another name."""
         self.fqn = fqn
 
-    def note_owned(self) -> None:
-        """Note that one rank owns some parameters of its tree."""
-        self.is_among_owned = True
+    def note_owned(self, flag: bool = True) -> None:
+        """Note whether one rank owns some parameters of its tree."""
+        self.is_among_owned = flag
 
     def refuse_gathers(self, flag: bool) -> None:
         """Choose whether operations at rest that would gather raise."""

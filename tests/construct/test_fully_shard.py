@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import logging
+import socket
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -527,9 +528,33 @@ def test_missing_process_group_is_named(name: str, monkeypatch: pytest.MonkeyPat
         fully_shard(Layer())
     assert str(caught.value) == (
         f"torch.distributed is not initialised, and {name}=2 says that this is one of several "
-        "processes. Call torch.distributed.init_process_group() first, or start the script with "
-        "torchrun."
+        "processes. Call torch.distributed.init_process_group() first, start the script with "
+        "torchrun, or set all of WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT."
     )
+
+
+def _train_launched() -> tuple[int, int, bool]:
+    torch.manual_seed(0)
+    model = fully_shard(Layer())
+    torch.manual_seed(0)
+    plain = Layer()
+    rank = dist.get_rank()
+    model(torch.full((2, 15), 1.0 + rank)).square().mean().backward()
+    losses = [plain(torch.full((2, 15), 1.0 + other)).square().mean() for other in range(2)]
+    (sum(losses) / 2).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    are_close = all(torch.allclose(a.grad.full_tensor(), b.grad) for a, b in pairs)
+    return dist.get_world_size(), rank, are_close
+
+
+def test_environment_of_a_launcher_makes_the_process_group() -> None:
+    """As FSDP2's: `WORLD_SIZE`, `RANK`, `MASTER_ADDR`, `MASTER_PORT`, and no elastic launcher."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    found = run_processes([{**shared, "RANK": str(rank)} for rank in range(2)], _train_launched)
+    assert found == [(2, 0, True), (2, 1, True)]
 
 
 def _train_alone() -> tuple[int, bool, list[str]]:

@@ -8,6 +8,7 @@ import inspect
 import random
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ from composable_shard.planning.rules import compile_glob, parse_rules
 from composable_shard.runtime.initialization import describe_options
 from composable_shard.runtime.tree import ModuleTree
 from tests.harness.helpers import distributed, run_ranks
+from tests.programs.claims import assert_close, unsharded_gradients
 from tests.programs.models import (
     Layer,
     Net,
@@ -41,6 +43,7 @@ from tests.programs.models import (
     fingerprint,
     plan_of,
     rank_input,
+    square_mean,
 )
 
 _OPTIONS = "mesh, strategy, reshard_after_forward, mp_policy, " + (
@@ -330,18 +333,75 @@ def test_transformer_blocks_makes_units_of_large_embeddings() -> None:
 def test_transformer_blocks_asks_the_model_which_classes_are_blocks() -> None:
     """As Jamba's, which take turns; and a block that runs again and again, as ALBERT's."""
     model: Any = nn.ModuleDict({"layers": nn.Sequential(Layer(), _Attention(2))})
-    with pytest.raises(ValueError, match="no ModuleList or Sequential"):
-        transformer_blocks(model)
+    assert ("layers.*", {}) not in transformer_blocks(model)
     model._no_split_modules = {"Layer", "_Attention"}
     assert transformer_blocks(model) == [("layers.*", {})]
     repeated = nn.ModuleDict({"groups": nn.ModuleList([Layer()])})
     assert transformer_blocks(repeated) == [("groups.*", {})]
 
 
+class _Stage(nn.Module):
+    """A stage of a hierarchical model: blocks of one width, and a layer to the next one."""
+
+    def __init__(self, width: int, depth: int, name: str = "blocks") -> None:
+        super().__init__()
+        blocks = nn.Sequential(*(Layer(width, width) for _ in range(depth)))
+        self.add_module(name, blocks)
+        self.widen = nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.widen(next(self.children())(x))
+
+
+def test_transformer_blocks_descends_into_stages() -> None:
+    """Where stages grow, no unit holds a third of the model; a tiny stage stays in the root."""
+    stages = nn.Sequential(*(_Stage(width, 2) for width in (1, 8, 16, 32)))
+    model = nn.Sequential(OrderedDict(stages=stages, head=nn.Linear(64, 3)))
+    globs = [glob for glob, _ in transformer_blocks(model)]
+    assert globs == [f"stages.{number}.blocks.*" for number in (1, 2, 3)]
+    plan = shard_model(model, transformer_blocks(model), dry_run=True, world_size=2)
+    total = sum(unit.numel for unit in plan.units)
+    stages = shard_model(model, {"stages.*": {}}, dry_run=True, world_size=2)
+    assert max(unit.numel for unit in stages.units) > total / 2
+    assert max(unit.numel for unit in plan.units) < total / 2.5
+    # Equal blocks with lists are layers with experts, or towers: they stay as they are.
+    assert transformer_blocks(nn.Sequential(_Stage(4, 2), _Stage(4, 2))) == [("*", {})]
+
+
+def test_transformer_blocks_chooses_by_size_where_there_is_no_list() -> None:
+    """Neither a layer of torch's own is split, nor a tiny module taken."""
+    stem, head = nn.Linear(8, 8), nn.MultiheadAttention(8, 2)
+    body = nn.Sequential(Layer(8, 8), nn.Linear(8, 8), nn.LayerNorm(1))
+    model = nn.Sequential(OrderedDict(stem=stem, body=body, head=head, tiny=nn.LayerNorm(1)))
+    names = [glob for glob, _ in transformer_blocks(model)]
+    assert {"stem", "head"} < set(names)
+    assert not any(name.startswith(("head.", "tiny")) for name in names)
+    assert any(name.startswith("body.") for name in names)
+    units = shard_model(model, transformer_blocks(model), dry_run=True, world_size=2).units
+    assert units[-1].numel < 0.1 * sum(unit.numel for unit in units)
+
+
+@distributed(1, 2, 3)
+def test_shard_model_without_rules_takes_the_blocks() -> None:
+    """As `transformer_blocks(model)` does; a step is that of a plain model."""
+    twins = Twins(
+        lambda: nn.Sequential(*(_Stage(2**n, 2) for n in (1, 2, 3))).double(), shard_model
+    )
+    chosen = [name for name, child in twins.sharded.named_modules() if is_sharded(child)]
+    expected = _fqns(twins.plain, transformer_blocks(twins.plain))
+    assert chosen[0] == ""
+    assert sorted(chosen[1:]) == sorted(expected)
+    assert "2.blocks.1" in expected
+    for model in twins:
+        twins.backward(model, square_mean(model(rank_input(3, 2).double())))
+    found = unsharded_gradients(twins.sharded)
+    for name, param in twins.plain.named_parameters():
+        assert_close(found.get(name), param.grad, name)
+
+
 def test_transformer_blocks_says_what_to_pass_where_there_is_no_list() -> None:
-    """Different classes, a single layer, blocks without parameters: none is a list of blocks."""
-    mixed = nn.Sequential(nn.Linear(2, 2), Layer(2, 2))
-    for model in (mixed, nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.GELU(), nn.GELU())):
+    """A single layer, blocks without parameters: nothing can be chosen by size either."""
+    for model in (nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.GELU(), nn.GELU())):
         with pytest.raises(ValueError, match="no ModuleList or Sequential") as caught:
             transformer_blocks(model)
         assert str(caught.value) == (
@@ -460,7 +520,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], type[Exception
     ),
     "rules: a glob": (Net, "blocks.*", {}, ValueError, EXPECTED_RULES + "'blocks.*'" + NO_POLICY),
     "rules: a class": (Net, Layer, {}, ValueError, EXPECTED_RULES + "Layer" + NO_POLICY),
-    "rules: None": (Net, None, {}, ValueError, EXPECTED_RULES + "NoneType" + NO_POLICY),
     "rules: a predicate": (Net, _is_up, {}, ValueError, EXPECTED_RULES + "_is_up" + NO_POLICY),
     "not a pair": (Net, [(Layer, {}), Layer], {}, ValueError, EXPECTED_PAIR.format("type")),
     "not unpacked": (

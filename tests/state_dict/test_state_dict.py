@@ -801,3 +801,27 @@ def test_load_model_of_safetensors_says_what_loads(tmp_path: Path) -> None:
     save_model(seeded(Net), file)
     with pytest.raises(RuntimeError, match=r"Call load_safetensors\(model, path\) on all ranks"):
         load_model(model, file)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+@pytest.mark.parametrize("which", [0, 1])
+@distributed(2, 3)
+def test_broadcast_that_one_rank_alone_asks_for_is_refused_on_all(kind: str, which: int) -> None:
+    """The error names the ranks; nothing is loaded, and the same options load then."""
+    model = nn.Linear(3, 3)
+    values = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = model.weight.full_tensor().clone()
+    alone = StateDictOptions(broadcast_from_rank0=dist.get_rank() == which)
+    saved = get_optimizer_state_dict(model, optimizer)
+    load = {
+        "model": lambda: set_model_state_dict(model, values, options=alone),
+        "optimizer": lambda: set_optimizer_state_dict(model, optimizer, saved, options=alone),
+    }[kind]
+    with pytest.raises(ValueError, match=rf"broadcast_from_rank0=True on ranks \[{which}\] of"):
+        load()
+    assert torch.equal(model.weight.full_tensor(), before)
+    together = StateDictOptions(broadcast_from_rank0=True)
+    set_model_state_dict(model, values if dist.get_rank() == 0 else {}, options=together)
+    assert torch.equal(model.weight.full_tensor(), torch.ones(3, 3))
