@@ -64,6 +64,7 @@ PACKAGES = (
     "state_dict",
     "construct",
     "planning",
+    "peers",
     "checkpoint",
     "huggingface",
     "pipelining",
