@@ -42,6 +42,7 @@ _CONVERT = """Write a saved model in another format.
 checkpoint   of save_checkpoint: model and optimizers
 dcp          of torch.distributed.checkpoint: "model", and "optimizer" or "optim"
 safetensors  of Hugging Face: the model's tensors alone
+torch        a file of torch.save that plain torch and DDP load
 
 The source may be of another library too: a file of torch.save, a directory of
 DeepSpeed, accelerate, transformers or Lightning. None of its code is run.
@@ -91,7 +92,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--tensors", action="store_true", help="list all tensors")
     add = command("convert", _CONVERT, _convert).add_argument
     add("source", help="directory of any of the formats")
-    add("target", help="directory for the result")
+    add("target", help="directory or file for the result")
     add("--to", required=True, choices=FORMATS)
     add("--step", type=_natural, help="which checkpoint to read, or the step of the new one")
     add("--max-shard-size", default="5GB", help="of a file of safetensors; default: 5GB")

@@ -37,7 +37,7 @@ from composable_shard.checkpoint import (
 from composable_shard.huggingface import TensorWriter, parse_nbytes
 from composable_shard.peers import named_by_order, open_run
 
-FORMATS = ("checkpoint", "dcp", "safetensors")
+FORMATS = ("checkpoint", "dcp", "safetensors", "torch")
 
 
 def _open(path: Path, step: int | None) -> CheckpointReader | PeerReader:
@@ -70,7 +70,7 @@ def convert(
 
     Args:
         source: A directory of any format.
-        target: A directory. A checkpoint becomes a new directory in it.
+        target: A directory, or a file for "torch". A checkpoint becomes a new directory in it.
         to: One of `FORMATS`.
         step: Which checkpoint to read, or the step of the one that is written; default: the last,
             or 0.
@@ -86,6 +86,8 @@ def convert(
         raise ValueError(f"expected another directory for the result than the source, {path}")
     if to == "dcp" and (goal / ".metadata").exists():
         raise ValueError(f"{goal} has a checkpoint of torch.distributed.checkpoint: choose another")
+    if to == "torch" and goal.exists():
+        raise ValueError(f"{goal} exists: choose another file")
     with ExitStack() as stack:
         # Of a checkpoint that becomes another one, `step` is the new one's.
         opened = _open(path, step if to != "checkpoint" else None)
@@ -97,6 +99,8 @@ def convert(
         step = reader.metadata.step if step is None else step
         if to == "safetensors":
             _write_files(goal, model, max_nbytes)
+        elif to == "torch":
+            _write_torch(goal, dict(model), optimizers, step)
         elif to == "checkpoint":
             write_state(goal, dict(model), optimizers, step)
         else:
@@ -112,6 +116,29 @@ def _write_files(path: Path, model: Iterable[tuple[str, Any]], max_nbytes: int) 
         writer.publish()
     finally:
         writer.discard()
+
+
+def _write_torch(
+    path: Path, model: Mapping[str, Any], optimizers: Mapping[str, Any], step: int
+) -> None:
+    """Write a file that plain torch and DDP load, with parameters counted in the model's order."""
+    state: dict[str, Any] = {"model": dict(model), "step": step}
+    if optimizers:
+        counted = {name: _counted(each) for name, each in optimizers.items()}
+        state["optimizer"] = counted[""] if counted.keys() == {""} else counted
+    torch.save(state, path)
+
+
+def _counted(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state by number, as `Optimizer.load_state_dict` takes it."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in found["param_groups"]:
+        names = list(group["params"])
+        numbers |= {name: len(numbers) + index for index, name in enumerate(names)}
+        groups.append({**group, "params": [numbers[name] for name in names], "param_names": names})
+    state = {numbers[name]: values for name, values in found["state"].items()}
+    return {"state": state, "param_groups": groups}
 
 
 def _write_dcp(path: Path, model: Mapping[str, Any], optimizers: Mapping[str, Any]) -> None:
