@@ -57,10 +57,7 @@ def continue_peer(
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     if is_trainers:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (6 - step) / 6)
-    scaler = torch.amp.GradScaler("cpu") if dtype == "float16" else None
-    loaded = load_checkpoint(path, wrapped, optimizer, scheduler=scheduler, scaler=scaler)
-    if scaler is not None:
-        assert scaler.get_scale() == 16  # as the fixture's run has it
+    loaded = load_checkpoint(path, wrapped, optimizer, scheduler=scheduler)
     held = _nbytes_on_rank(model, optimizer)
     streams = [list(run.peer_batches(3, each)) for each in range(run.WORLD_SIZE)]
     for step in range(run.NUM_STEPS):
@@ -190,3 +187,15 @@ def test_deepspeeds_universal_checkpoint_continues(
 ) -> None:
     """Both layouts: dicts in the parameters' shapes, and flat tensors without a count of steps."""
     assert assert_continues(f"{name}-deepspeed/universal", world_size, tolerance).step == 3
+
+
+@pytest.mark.parametrize("name", ["stage1-fp16", "stage3-fp16"])
+def test_deepspeeds_loss_scale_is_taken(name: str) -> None:
+    """Its dynamic scale goes on as that of a GradScaler."""
+    model = run.PeerModel()
+    optimizer = torch.optim.AdamW(run.two_groups(model), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    loaded = load_checkpoint(fixture(f"{name}-deepspeed"), model, optimizer, scaler=scaler)
+    assert "scaler" in loaded.taken
+    found = scaler.state_dict()
+    assert (found["scale"], found["growth_interval"], found["_growth_tracker"]) == (16.0, 1000, 3)
