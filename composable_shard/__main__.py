@@ -33,13 +33,19 @@ _ESTIMATE = """Bytes per rank, at rest and at the peaks, and sent, before anythi
 
 Without --strategy each strategy is a row. Sizes may have a unit: 80GiB, 900GB.
 """
-_INSPECT = "What a checkpoint has: step, ranks, tensors, optimizers. All checksums are verified.\n"
+_INSPECT = """What a checkpoint has: who saved it, step, ranks, tensors, optimizers.
+
+All checksums of our own are verified; those of other libraries have none.
+"""
 _CONVERT = """Write a saved model in another format.
 
 checkpoint   of save_checkpoint: model and optimizers
-dcp          of torch.distributed.checkpoint: "model", and "optimizer" or "optim".
-             What is no tensor in it is unpickled: read those that you trust
+dcp          of torch.distributed.checkpoint: "model", and "optimizer" or "optim"
 safetensors  of Hugging Face: the model's tensors alone
+torch        a file of torch.save that plain torch and DDP load
+
+The source may be of another library too: a file of torch.save, a directory of
+DeepSpeed, accelerate, transformers or Lightning. None of its code is run.
 """
 
 
@@ -81,12 +87,12 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_estimate(command("estimate", _ESTIMATE, _estimate))
     add = command("inspect", _INSPECT, _inspect).add_argument
-    add("path", help="directory given to save_checkpoint, or one checkpoint in it")
+    add("path", help="directory given to save_checkpoint, or a checkpoint of another library")
     add("--step", type=_natural, help="which checkpoint; default: the last")
     add("--tensors", action="store_true", help="list all tensors")
     add = command("convert", _CONVERT, _convert).add_argument
     add("source", help="directory of any of the formats")
-    add("target", help="directory for the result")
+    add("target", help="directory or file for the result")
     add("--to", required=True, choices=FORMATS)
     add("--step", type=_natural, help="which checkpoint to read, or the step of the new one")
     add("--max-shard-size", default="5GB", help="of a file of safetensors; default: 5GB")

@@ -1,11 +1,11 @@
 """Convert and describe saved models in one process: without ranks, a model or its code.
 
 [Note: Formats]
-A checkpoint (of `save_checkpoint`) has the model and optimizers. A directory of DCP has them under
-"model" and "optimizer", or "optim": `dcp.save({"model": ..., "optimizer": ...})` writes it, given
-the dicts of `get_model_state_dict` and `get_optimizer_state_dict`, FSDP2's included. A directory of
-safetensors has only the model's tensors. A directory of DCP pickles everything that is not a
-tensor: read only directories that you trust.
+A checkpoint (of `save_checkpoint`) has the model and optimizers. So have those of other libraries
+that `load_checkpoint` reads; none of their code is needed or run. A directory of DCP has them under
+"model" and "optimizer": `dcp.save({"model": ..., "optimizer": ...})` writes it, given the dicts of
+`get_model_state_dict` and `get_optimizer_state_dict`. A directory of safetensors has only the
+model's tensors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from composable_shard.checkpoint import (
     CheckpointReader,
-    find_checkpoint,
+    PeerReader,
+    TensorReader,
+    has_checkpoints,
     open_checkpoint,
     read_model,
     read_optimizers,
@@ -33,24 +34,26 @@ from composable_shard.checkpoint import (
     verify,
     write_state,
 )
-from composable_shard.huggingface import TensorFiles, TensorWriter, parse_nbytes
+from composable_shard.huggingface import TensorWriter, parse_nbytes
+from composable_shard.peers import named_by_order, open_run
 
-FORMATS = ("checkpoint", "dcp", "safetensors")
+FORMATS = ("checkpoint", "dcp", "safetensors", "torch")
 
 
-def find_format(path: Path, step: int | None = None) -> str:
-    """Return which of `FORMATS` a directory has."""
-    if (path / ".metadata").is_file():
-        return "dcp"
-    if find_checkpoint(path, step) is not None:
-        return "checkpoint"
-    if path.is_file() or any(path.glob("*.safetensors*")):
-        return "safetensors"
-    which = "" if step is None else f" of step {step}"
-    raise ValueError(
-        f"expected a checkpoint{which}, a directory of torch.distributed.checkpoint or one of "
-        f"safetensors in {path.absolute()}"
-    )
+def _open(path: Path, step: int | None) -> CheckpointReader | PeerReader:
+    """Open a checkpoint of this package or of another library."""
+    if has_checkpoints(path):
+        return open_checkpoint(path, step)
+    run = open_run(path, step)
+    if run is None:
+        which = "" if step is None else f" of step {step}"
+        raise ValueError(
+            f"expected a checkpoint{which}, a directory of torch.distributed.checkpoint, one of "
+            f"safetensors, or a checkpoint of another library in {path.absolute()}"
+        )
+    reader = PeerReader(run)
+    reader.check_files()
+    return reader
 
 
 def convert(
@@ -67,7 +70,7 @@ def convert(
 
     Args:
         source: A directory of any format.
-        target: A directory. A checkpoint becomes a new directory in it.
+        target: A directory, or a file for "torch". A checkpoint becomes a new directory in it.
         to: One of `FORMATS`.
         step: Which checkpoint to read, or the step of the one that is written; default: the last,
             or 0.
@@ -78,36 +81,30 @@ def convert(
             if the target is a directory of DCP with a checkpoint in it. Nothing is written then.
     """
     path, goal = Path(source), Path(target)
-    found = find_format(path, step if to != "checkpoint" else None)
     max_nbytes = parse_nbytes(max_shard_size)
     if path.resolve() == goal.resolve():
         raise ValueError(f"expected another directory for the result than the source, {path}")
     if to == "dcp" and (goal / ".metadata").exists():
         raise ValueError(f"{goal} has a checkpoint of torch.distributed.checkpoint: choose another")
+    if to == "torch" and goal.exists():
+        raise ValueError(f"{goal} exists: choose another file")
     with ExitStack() as stack:
-        model: Iterable[tuple[str, Any]]
-        optimizers: dict[str, Any] = {}
-        if found == "checkpoint":
-            reader = stack.enter_context(open_checkpoint(path, None if to == found else step))
-            model = read_model(reader, with_ties=to != "safetensors")
-            if to != "safetensors":
-                optimizers = read_optimizers(reader)
-            step = reader.metadata.step if step is None else step
-        elif found == "dcp":
-            model, optimizers = _read_dcp(path)
-        else:
-            model = _read_files(stack.enter_context(TensorFiles(path)))
+        # Of a checkpoint that becomes another one, `step` is the new one's.
+        opened = _open(path, step if to != "checkpoint" else None)
+        if isinstance(opened, PeerReader) and to != "safetensors":
+            opened = PeerReader(named_by_order(opened.run))
+        reader = stack.enter_context(opened)
+        model = read_model(reader, with_ties=to != "safetensors")
+        optimizers = read_optimizers(reader) if to != "safetensors" else {}
+        step = reader.metadata.step if step is None else step
         if to == "safetensors":
             _write_files(goal, model, max_nbytes)
+        elif to == "torch":
+            _write_torch(goal, dict(model), optimizers, step)
         elif to == "checkpoint":
-            write_state(goal, dict(model), optimizers, step or 0)
+            write_state(goal, dict(model), optimizers, step)
         else:
             _write_dcp(goal, dict(model), optimizers)
-
-
-def _read_files(files: TensorFiles) -> Iterator[tuple[str, Tensor]]:
-    for name in files.tensors:
-        yield name, files.read(name, ()).clone()
 
 
 def _write_files(path: Path, model: Iterable[tuple[str, Any]], max_nbytes: int) -> None:
@@ -121,6 +118,29 @@ def _write_files(path: Path, model: Iterable[tuple[str, Any]], max_nbytes: int) 
         writer.discard()
 
 
+def _write_torch(
+    path: Path, model: Mapping[str, Any], optimizers: Mapping[str, Any], step: int
+) -> None:
+    """Write a file that plain torch and DDP load, with parameters counted in the model's order."""
+    state: dict[str, Any] = {"model": dict(model), "step": step}
+    if optimizers:
+        counted = {name: _counted(each) for name, each in optimizers.items()}
+        state["optimizer"] = counted[""] if counted.keys() == {""} else counted
+    torch.save(state, path)
+
+
+def _counted(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state by number, as `Optimizer.load_state_dict` takes it."""
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in found["param_groups"]:
+        names = list(group["params"])
+        numbers |= {name: len(numbers) + index for index, name in enumerate(names)}
+        groups.append({**group, "params": [numbers[name] for name in names], "param_names": names})
+    state = {numbers[name]: values for name, values in found["state"].items()}
+    return {"state": state, "param_groups": groups}
+
+
 def _write_dcp(path: Path, model: Mapping[str, Any], optimizers: Mapping[str, Any]) -> None:
     state = {"model": dict(model)}
     if optimizers:
@@ -128,43 +148,6 @@ def _write_dcp(path: Path, model: Mapping[str, Any], optimizers: Mapping[str, An
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # what `no_dist` says, as wanted
         dcp.save(state, checkpoint_id=path, no_dist=True)
-
-
-def _read_dcp(path: Path) -> tuple[Iterable[tuple[str, Any]], dict[str, Any]]:
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    flat: dict[str, Any] = {}
-    for name, each in metadata.state_dict_metadata.items():
-        flat[name] = None
-        if isinstance(each, TensorStorageMetadata):
-            flat[name] = torch.empty(each.size, dtype=each.properties.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")
-        dcp.load(flat, checkpoint_id=path, no_dist=True)
-    paths = metadata.planner_data or {}
-    nested: dict[Any, Any] = {}
-    for name, value in flat.items():
-        *outer, last = paths.get(name, (name,))
-        place = nested
-        for key in outer:
-            place = place.setdefault(key, {})
-        place[last] = value
-    nested = _with_lists(nested)
-    if not isinstance(nested.get("model"), dict):
-        raise ValueError(
-            f"expected 'model', and 'optimizer' or 'optim', in {path}, found {sorted(nested)}"
-        )
-    state = nested.get("optimizer", nested.get("optim"))
-    optimizers = {} if state is None else {"": state} if "state" in state else state
-    return nested["model"].items(), optimizers
-
-
-def _with_lists(value: Any) -> Any:
-    """Return nested dicts, with a list for each dict whose keys are 0, 1, 2, ..."""
-    if not isinstance(value, dict):
-        return value
-    inside = {key: _with_lists(each) for key, each in value.items()}
-    is_list = bool(inside) and all(isinstance(key, int) for key in inside)
-    return [inside[number] for number in sorted(inside)] if is_list else inside
 
 
 def describe_checkpoint(
@@ -175,7 +158,9 @@ def describe_checkpoint(
     Raises:
         ValueError: If there is none, or if a file is damaged, naming it.
     """
-    with open_checkpoint(path, step) as reader:
+    with _open(Path(path), step) as reader:
+        if isinstance(reader, PeerReader):
+            return "\n".join(_describe_peer(reader, lists_tensors=lists_tensors))
         verify(reader)
         lines = [*_summary(reader)]
         for name, each in reader.metadata.tensors.items() if lists_tensors else ():
@@ -190,16 +175,45 @@ def _summary(reader: CheckpointReader) -> Iterator[str]:
     yield f"{reader.folder}: step {found.step}, saved by {found.world_size} ranks"
     yield f"{len(found.files)} files, {nbytes:,} bytes; all checksums match"
     for kind, title in (("model", "model"), ("optimizer", "optimizers"), ("extra", "extra")):
-        tensors = tensors_of(reader, kind)
-        dtypes = Counter(_short(each.dtype) for each in tensors.values())
-        numel = sum(each.shape.numel() for each in tensors.values())
-        texts = ", ".join(f"{number} {name}" for name, number in sorted(dtypes.items()))
-        yield f"{title}: {len(tensors)} tensors, {numel:,} elements" + (texts and f" ({texts})")
+        yield _count_tensors(reader, kind, title)
     for kind in ("optimizer", "scheduler"):
         for name, told in sorted(tree.get(f"{kind}_kinds", {}).items()):
             yield f"{kind} {name!r}: {told[0] if isinstance(told, list) else told}"
     if tree.get("scaler"):
         yield "a scaler"
+
+
+def _count_tensors(reader: TensorReader, kind: str, title: str) -> str:
+    tensors = tensors_of(reader, kind)
+    dtypes = Counter(_short(each.dtype) for each in tensors.values())
+    numel = sum(each.shape.numel() for each in tensors.values())
+    texts = ", ".join(f"{number} {name}" for name, number in sorted(dtypes.items()))
+    return f"{title}: {len(tensors)} tensors, {numel:,} elements" + (texts and f" ({texts})")
+
+
+def _describe_peer(reader: PeerReader, *, lists_tensors: bool) -> Iterator[str]:
+    """Yield what another library's checkpoint has."""
+    run = reader.run
+    made_by = f" {run.version}" if run.version else ""
+    yield f"{run.path}: {run.kind}{made_by}: step {run.step}, saved by {run.world_size} ranks"
+    yield "no checksums: names, shapes and sizes of files were checked"
+    yield _count_tensors(reader, "model", "model")
+    for name, each in run.optimizers.items():
+        counts = " and ".join(str(len(group["params"])) for group in each.groups)
+        how = "counted" if each.is_numbered else "named"
+        title = f"optimizer {name!r}" if name else "optimizer"
+        keys = sorted({key for values in each.state.values() for key in values})
+        yield f"{title}: {len(each.groups)} groups of {counts} {how} parameters, state {keys}"
+    for what in ("scheduler", "scaler"):
+        if reader.metadata.tree[what]:
+            yield f"a {what}"
+    for text in run.notes:
+        yield f"note: {text}"
+    if reader.left:
+        yield f"not read: {', '.join(reader.left)}"
+    for key, stored in reader.metadata.tensors.items() if lists_tensors else ():
+        shape = "x".join(map(str, stored.shape)) or "scalar"
+        yield f"  {key}: {shape} {_short(stored.dtype)}"
 
 
 def _short(dtype: torch.dtype) -> str:

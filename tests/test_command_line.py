@@ -249,7 +249,7 @@ TWO = ["--world-size", "2"]
         ),
         (["estimate", "--hf-config", "nowhere", *TWO], "there is no file nowhere"),
         (["estimate", *TWO], "one of the arguments --hf-config --model is required"),
-        (["inspect", "nowhere"], "there is no complete checkpoint in"),
+        (["inspect", "nowhere"], "expected a checkpoint, a directory of"),
         (["convert", "nowhere", "x", "--to", "dcp"], "expected a checkpoint, a directory of"),
         (["convert", "nowhere", "x", "--to", "zip"], "invalid choice: 'zip'"),
         ([], "the following arguments are required: command"),

@@ -6,7 +6,13 @@ Read `saving`, `loading` and `file_format` first.
 from composable_shard.checkpoint.background_save import CheckpointSave
 from composable_shard.checkpoint.files import sync_path
 from composable_shard.checkpoint.loading import LoadedCheckpoint, load_checkpoint
-from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint
+from composable_shard.checkpoint.peer_reader import PeerReader
+from composable_shard.checkpoint.reader import (
+    CheckpointReader,
+    TensorReader,
+    find_checkpoint,
+    has_checkpoints,
+)
 from composable_shard.checkpoint.saving import save_checkpoint
 from composable_shard.checkpoint.whole import (
     open_checkpoint,

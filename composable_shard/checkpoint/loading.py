@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,12 @@ from composable_shard.checkpoint.objects import (
     set_rng_state,
     stage_objects,
 )
+from composable_shard.checkpoint.peer_reader import PeerReader
 from composable_shard.checkpoint.reader import (
     CheckpointReader,
+    TensorReader,
     find_checkpoint,
+    has_checkpoints,
     read_bytes,
     read_history,
     reading,
@@ -44,10 +47,13 @@ from composable_shard.checkpoint.run_state import (
 )
 from composable_shard.comm import HostGroup
 from composable_shard.options import StateDictOptions, check_path_order
+from composable_shard.peers import OwnGroup, Rename, named_as, open_run
 from composable_shard.state_dict import (
+    canonical,
     check_values,
     get_model_state_dict,
     json_tree,
+    params_by_fqn,
     prepare_load,
     view_optimizers,
 )
@@ -64,6 +70,12 @@ class LoadedCheckpoint:
         world_size: Number of ranks that saved it.
         is_rng_restored: Whether the states of random number generators were restored.
         nbytes_read: Bytes of tensors that this rank read, those that it read twice counted twice.
+        kind: The library and the form that saved it.
+        version: The version of that library, as far as its files say it.
+        taken: The parts of the run that were loaded: "model", "optimizer", "scheduler", "scaler",
+            "step", "rng".
+        left: What is in the files and was not loaded.
+        notes: What was decided about names and values, as sentences.
     """
 
     step: int
@@ -72,6 +84,11 @@ class LoadedCheckpoint:
     world_size: int
     is_rng_restored: bool
     nbytes_read: int
+    kind: str = "composable_shard"
+    version: str = ""
+    taken: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
@@ -83,8 +100,14 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     scaler: Any = None,
     step: int | None = None,
     strict: bool = True,
+    rename: Rename | None = None,
 ) -> LoadedCheckpoint:
     """Load a checkpoint into any sharding and world size; call it on all ranks.
+
+    Checkpoints of other libraries are known by their files: `torch.save` (torch, DDP,
+    `ZeroRedundancyOptimizer`, fairscale, accelerate, `Trainer`, Lightning),
+    `torch.distributed.checkpoint` (FSDP2, FSDP1, torchtitan, accelerate, Lightning), DeepSpeed
+    as saved and as universal checkpoint, and safetensors.
 
     Each rank reads only its own shards. All ranks read and verify everything before anything
     changes, and then read it again, directly into its place. So a load allocates memory only for
@@ -104,6 +127,8 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         step: Which checkpoint. Default: the one saved last.
         strict: False keeps parameters and buffers that the checkpoint lacks, ignores those that no
             rank's model has, casts dtypes, and gives optimizers and schedulers other kinds' states.
+        rename: From names of parameters in another library's files to those of the model: a
+            function or a dict. Default: the prefixes of wrappers are dropped, and `notes` says so.
 
     Raises:
         ValueError: On all ranks, if there is no such checkpoint, if a file is damaged, naming it,
@@ -120,10 +145,14 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     with group.agreed():
         check_same(told, "step", "strict")
     text: list[str] = group.on_first(lambda: _find(path, step))
-    with group.agreed():
-        reader = CheckpointReader(Path(text[0]), text[1].encode())
-    group.on_first(reader.check_files)
     optimizers, schedulers = as_dict(optimizer), as_dict(scheduler)
+    reader: TensorReader
+    if len(text) > 1:
+        with group.agreed():
+            reader = CheckpointReader(Path(text[0]), text[1].encode())
+    else:
+        reader = _open_peers(group, model, optimizers, step, (path, rename))
+    group.on_first(reader.check_files)
     check_names(group, reader, {"optimizer": optimizers, "scheduler": schedulers})
     with group.agreed(), _parsing(reader.folder / METADATA):
         trees = [find_stored(reader, "optimizer")[name] for name in optimizers]
@@ -148,15 +177,77 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         _change(group, reader, staged, states, objects)
     if rng_state is not None:
         set_rng_state(rng_state)
-    group.continue_run(read_history(reader.folder.parent).get(reader.folder.name, ""))
-    return LoadedCheckpoint(
+    if not isinstance(reader, PeerReader):
+        group.continue_run(read_history(reader.folder.parent).get(reader.folder.name, ""))
+    loaded = LoadedCheckpoint(
         reader.metadata.step,
         extra,
         reader.folder,
         reader.metadata.world_size,
         rng_state is not None,
         reader.nbytes_read,
+        taken=("model", "step"),
     )
+    given = {"optimizer": optimizers, "scheduler": schedulers, "scaler": as_dict(scaler)}
+    return _told(loaded, reader, given)
+
+
+def _told(
+    loaded: LoadedCheckpoint, reader: TensorReader, given: dict[str, dict[str, Any]]
+) -> LoadedCheckpoint:
+    """Return the facts with what was taken and what was left."""
+    has = {kind: bool(reader.metadata.tree.get(kind)) for kind in given}
+    taken = [kind for kind, objects in given.items() if objects and has[kind]]
+    left = [kind for kind, objects in given.items() if has[kind] and not objects]
+    if loaded.is_rng_restored:
+        taken.append("rng")
+    loaded = replace(loaded, taken=(*loaded.taken, *taken), left=tuple(left))
+    if not isinstance(reader, PeerReader):
+        return loaded
+    run = reader.run
+    return replace(
+        loaded,
+        kind=run.kind,
+        version=run.version,
+        left=(*left, *reader.left),
+        notes=tuple(run.notes),
+    )
+
+
+def _open_peers(
+    group: HostGroup,
+    model: nn.Module,
+    optimizers: dict[str, Any],
+    step: int | None,
+    source: tuple[str | os.PathLike[str], Rename | None],
+) -> PeerReader:
+    """Open another library's checkpoint under the names of the model. [Note: Peers' checkpoints]"""
+    path, rename = source
+    with group.agreed():
+        run = open_run(Path(path), step)
+        if run is None:
+            raise ValueError(f"rank 0 found a checkpoint in {path}, and this rank finds none")
+        views = {name: view_optimizers(model, [each]) for name, each in optimizers.items()}
+        groups = {
+            name: [OwnGroup([m.fqn for m in each.members], each.options) for each in view]
+            for name, view in views.items()
+        }
+        own = get_model_state_dict(model)
+        reader = PeerReader(named_as(run, own, _tied_names(model), groups, rename))
+    told = group.all_messages(reader.digest)
+    if len(set(told)) > 1:
+        raise ValueError(f"the ranks see different files in {path}: give all ranks the same ones")
+    return reader
+
+
+def _tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter, by each of them."""
+    found: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(param), []).append(canonical(name))
+    plain = {name: names for names in found.values() for name in names}
+    managed = params_by_fqn(model).values()
+    return plain | {fqn: param.names for param in managed for fqn in param.names}
 
 
 @contextmanager
@@ -172,7 +263,7 @@ def _parsing(path: Path) -> Iterator[None]:
 
 def _change(
     group: HostGroup,
-    reader: CheckpointReader,
+    reader: TensorReader,
     staged: StagedModel,
     optimizers: dict[str, StagedOptimizer],
     objects: list[Change],
@@ -221,7 +312,9 @@ def _half_loaded(folder: Path) -> Iterator[None]:
 
 
 def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:
-    """Return the directory to read, and the text of its metadata."""
+    """Return the directory to read, and the text of its metadata, unless it is a peer's."""
+    if not has_checkpoints(Path(path)) and open_run(Path(path), step) is not None:
+        return [str(Path(path).absolute())]
     folder = find_checkpoint(path, step)
     if folder is None:
         which = "" if step is None else f" of step {step}"
@@ -231,7 +324,7 @@ def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:
     return [str(folder.absolute()), text.decode(errors="replace")]
 
 
-def _read_rng_state(reader: CheckpointReader, group: HostGroup) -> dict[str, Any] | None:
+def _read_rng_state(reader: TensorReader, group: HostGroup) -> dict[str, Any] | None:
     name = rng_name(group.rank)
     # A converted checkpoint has none.
     if reader.metadata.world_size != group.size or name not in reader.metadata.tensors:

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from composable_shard.checkpoint.file_format import METADATA
-from composable_shard.checkpoint.reader import CheckpointReader, shaped_like
+from composable_shard.checkpoint.reader import TensorReader, shaped_like
 from composable_shard.comm import HostGroup
 from composable_shard.layout import Region
 from composable_shard.state_dict import json_tree
@@ -49,7 +49,7 @@ def as_dict(objects: OneOrMore) -> dict[str, Any]:
     return {"": objects}
 
 
-def find_stored(reader: CheckpointReader, kind: str) -> dict[str, Any]:
+def find_stored(reader: TensorReader, kind: str) -> dict[str, Any]:
     """Return the encoded states of all objects of a kind, by name."""
     stored = reader.metadata.tree.get(kind)
     if not isinstance(stored, dict):
@@ -58,7 +58,7 @@ def find_stored(reader: CheckpointReader, kind: str) -> dict[str, Any]:
 
 
 def check_names(
-    group: HostGroup, reader: CheckpointReader, wanted: Mapping[str, Iterable[str]]
+    group: HostGroup, reader: TensorReader, wanted: Mapping[str, Iterable[str]]
 ) -> None:
     """Check that a checkpoint has what each rank wants, and that some rank wants each part of it.
 
@@ -78,7 +78,7 @@ def check_names(
 
 
 def stage_objects(
-    reader: CheckpointReader, kind: str, objects: dict[str, Any], *, is_strict: bool
+    reader: TensorReader, kind: str, objects: dict[str, Any], *, is_strict: bool
 ) -> list[Change]:
     """Return functions that load the new states of schedulers or a scaler, with the states."""
     saved = reader.metadata.tree.get(kind)
@@ -134,7 +134,7 @@ def optimizer_kinds(optimizers: dict[str, Optimizer]) -> dict[str, list[Any]]:
     return {n: [type(each).__name__, sorted(each.defaults)] for n, each in optimizers.items()}
 
 
-def check_kinds(reader: CheckpointReader, optimizers: dict[str, Optimizer]) -> None:
+def check_kinds(reader: TensorReader, optimizers: dict[str, Optimizer]) -> None:
     """Check that optimizers are of the classes that were saved, or have the same options."""
     saved = reader.metadata.tree.get("optimizer_kinds", {})
     for name, (kind, options) in optimizer_kinds(optimizers).items():
@@ -248,7 +248,7 @@ def _name_of(kind: type) -> str:
 
 
 def read_parts(
-    reader: CheckpointReader,
+    reader: TensorReader,
     parts: dict[str, Any],
     target: Tensor,
     *,
@@ -293,7 +293,7 @@ def read_parts(
     return {name: shaped_like(values, target) for name, values in found.items()}
 
 
-def _rebuild(reader: CheckpointReader, part: dict[str, Any]) -> Tensor:
+def _rebuild(reader: TensorReader, part: dict[str, Any]) -> Tensor:
     values = json_tree.decode(part["values"], reader.read_whole)
     if "kind" not in part:
         return values  # type: ignore[no-any-return] # a plain shard

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from typing_extensions import Self
 
 from composable_shard.checkpoint.file_format import (
     LATEST,
@@ -84,6 +85,11 @@ def list_checkpoints(path: Path) -> list[tuple[int, int, Path]]:
     )
 
 
+def has_checkpoints(path: Path) -> bool:
+    """Return whether a directory is a checkpoint of this package, or has any."""
+    return (path / METADATA).is_file() or bool(list_checkpoints(path))
+
+
 def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Path | None:
     """Return the directory that `load_checkpoint` would read, or None if there is none.
 
@@ -124,36 +130,23 @@ def read_history(folder: Path) -> dict[str, str]:
     return {name: run for name, _, run in pairs}
 
 
-class CheckpointReader:
-    """One checkpoint's tensors."""
+class TensorReader:
+    """Named tensors in files, read by regions; a context manager."""
 
-    def __init__(self, folder: Path, metadata_text: bytes | None = None) -> None:
-        """Read the metadata, unless the caller has done so."""
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
         self.folder = folder
+        self.metadata = metadata
         self.nbytes_read = 0  # bytes read from data files so far
-        self._files: dict[str, int] = {}  # descriptors by name
-        self._buffer = bytearray()
-        path = folder / METADATA
-        if metadata_text is None:
-            with reading(path):
-                metadata_text = read_bytes(path)
-        self.metadata: Metadata = parse_metadata(metadata_text, str(path))
 
-    def __enter__(self) -> CheckpointReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._files:
-            os.close(self._files.popitem()[1])
+        raise NotImplementedError
 
     def check_files(self) -> None:
         """Check that all data files exist and have the right length."""
-        for name, nbytes in self.metadata.files.items():
-            path = self.folder / name
-            with reading(path), os.fdopen(open_to_read(path), "rb") as file:
-                found = os.fstat(file.fileno()).st_size
-            if found != nbytes:
-                raise ValueError(f"{path} is damaged: expected {nbytes} bytes, found {found}")
+        raise NotImplementedError
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """Read elements, by default all row by row, into host memory; shape `(region.numel,)`.
@@ -202,6 +195,36 @@ class CheckpointReader:
 
     def _read_region(self, name: str, target: Region, output: Tensor | None) -> None:
         """Read and verify elements; without an output, verify only."""
+        raise NotImplementedError
+
+
+class CheckpointReader(TensorReader):
+    """One checkpoint's tensors."""
+
+    def __init__(self, folder: Path, metadata_text: bytes | None = None) -> None:
+        """Read the metadata, unless the caller has done so."""
+        self._files: dict[str, int] = {}  # descriptors by name
+        self._buffer = bytearray()
+        path = folder / METADATA
+        if metadata_text is None:
+            with reading(path):
+                metadata_text = read_bytes(path)
+        super().__init__(folder, parse_metadata(metadata_text, str(path)))
+
+    def __exit__(self, *_: object) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def check_files(self) -> None:
+        """Check that all data files exist and have the right length."""
+        for name, nbytes in self.metadata.files.items():
+            path = self.folder / name
+            with reading(path), os.fdopen(open_to_read(path), "rb") as file:
+                found = os.fstat(file.fileno()).st_size
+            if found != nbytes:
+                raise ValueError(f"{path} is damaged: expected {nbytes} bytes, found {found}")
+
+    def _read_region(self, name: str, target: Region, output: Tensor | None) -> None:
         stored = self._find(name)
         num_found = sum(self._read_piece(stored, piece, target, output) for piece in stored.pieces)
         if num_found < target.numel:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.objects import Change, read_parts, wraps_state
-from composable_shard.checkpoint.reader import CheckpointReader
+from composable_shard.checkpoint.reader import TensorReader
 from composable_shard.comm import HostGroup
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (
@@ -114,7 +114,7 @@ class StagedModel:
 
     @classmethod
     def read(
-        cls, reader: CheckpointReader, model: nn.Module, state: dict[str, Any], *, is_strict: bool
+        cls, reader: TensorReader, model: nn.Module, state: dict[str, Any], *, is_strict: bool
     ) -> StagedModel:
         """Verify this rank's part, and read what `fill` will not; changes nothing."""
         tree = reader.metadata.tree["model"]
@@ -168,7 +168,7 @@ class StagedModel:
                 found.append((module.set_extra_state, self.extra[key]))
         return found
 
-    def fill(self, reader: CheckpointReader) -> None:
+    def fill(self, reader: TensorReader) -> None:
         """Read values into the model's own tensors. [Note: Two passes]"""
         for handle in handles_of(self.model):
             if handle.shown.scope is None:
@@ -211,7 +211,7 @@ class StagedModel:
 
 
 def _find_meta(
-    reader: CheckpointReader, model: nn.Module, state: dict[str, Any], given: Container[str]
+    reader: TensorReader, model: nn.Module, state: dict[str, Any], given: Container[str]
 ) -> ModelTensors | None:
     """Return the tensors of a model if any of them is on the meta device."""
     tensors = [*model.parameters(), *model.buffers(), *state.values()]
@@ -249,7 +249,7 @@ class StagedOptimizer:
     @classmethod
     def read(
         cls,
-        reader: CheckpointReader,
+        reader: TensorReader,
         params: dict[str, Any],
         view: list[Group],
         tree: Any,
@@ -280,7 +280,7 @@ class StagedOptimizer:
 
     def _find(
         self,
-        reader: CheckpointReader,
+        reader: TensorReader,
         param: Tensor,
         fqn: str,
         keys: Mapping[str | None, str],
@@ -300,14 +300,14 @@ class StagedOptimizer:
         self.places.append((name, fqn, keys[name]))
         return place
 
-    def fill(self, reader: CheckpointReader) -> None:
+    def fill(self, reader: TensorReader) -> None:
         """Read values into the optimizer's tensors, after it has loaded. [Note: Two passes]"""
         tensors = own_tensors(self.view)
         for name, fqn, key in self.places:
             reader.read_into(name, tensors[fqn][key])
 
 
-def _is_equal(reader: CheckpointReader, names: tuple[str, str], target: Tensor) -> bool:
+def _is_equal(reader: TensorReader, names: tuple[str, str], target: Tensor) -> bool:
     """Return whether this rank's parts of two tensors have the same bytes."""
     if names[0] == names[1]:
         return True
@@ -322,7 +322,7 @@ def _no_tensor(name: str) -> Any:
 # Checks
 
 
-def _mismatch(reader: CheckpointReader, name: str | None, target: Any, is_strict: bool) -> str:
+def _mismatch(reader: TensorReader, name: str | None, target: Any, is_strict: bool) -> str:
     """Return why a value of the checkpoint does not fit; empty if it fits."""
     if name is None or not isinstance(target, Tensor):
         is_same = name is None and not isinstance(target, Tensor)
@@ -346,7 +346,7 @@ _NameLists = dict[str, tuple[Iterable[str], Iterable[str]]]
 
 
 def list_names(
-    reader: CheckpointReader,
+    reader: TensorReader,
     state: dict[str, Any],
     views: Mapping[str, list[Group]],
     trees: Iterable[Any],

@@ -11,7 +11,11 @@ from torch import Tensor
 from composable_shard.checkpoint.draft import SaveArguments, list_items
 from composable_shard.checkpoint.file_format import StoredTensor
 from composable_shard.checkpoint.objects import find_stored
-from composable_shard.checkpoint.reader import CheckpointReader, find_checkpoint
+from composable_shard.checkpoint.reader import (
+    CheckpointReader,
+    TensorReader,
+    find_checkpoint,
+)
 from composable_shard.checkpoint.writer import plan_save, write_checkpoint
 from composable_shard.comm import get_host_group
 from composable_shard.layout import whole
@@ -28,7 +32,7 @@ def open_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Ch
     return reader
 
 
-def read_model(reader: CheckpointReader, *, with_ties: bool) -> Iterator[tuple[str, Any]]:
+def read_model(reader: TensorReader, *, with_ties: bool) -> Iterator[tuple[str, Any]]:
     """Yield the name and verified value of each tensor of the model; of tied tensors one or all."""
     seen: set[str | None] = set()
     for fqn, encoded in find_stored(reader, "model").items():
@@ -38,7 +42,7 @@ def read_model(reader: CheckpointReader, *, with_ties: bool) -> Iterator[tuple[s
         seen.add(name)
 
 
-def read_optimizers(reader: CheckpointReader) -> dict[str, Any]:
+def read_optimizers(reader: TensorReader) -> dict[str, Any]:
     """Return the state of each optimizer by name, as `get_optimizer_state_dict` makes it whole."""
     stored = find_stored(reader, "optimizer")
     if any("parts" in state for state in stored.values()):
@@ -49,7 +53,7 @@ def read_optimizers(reader: CheckpointReader) -> dict[str, Any]:
     return {name: json_tree.decode(each, reader.read_whole) for name, each in stored.items()}
 
 
-def tensors_of(reader: CheckpointReader, kind: str) -> dict[str, StoredTensor]:
+def tensors_of(reader: TensorReader, kind: str) -> dict[str, StoredTensor]:
     """Return the tensors of a part of the checkpoint: of the model, of an optimizer."""
     tensors = reader.metadata.tensors
     return {name: each for name, each in tensors.items() if name.partition("/")[0] == kind}

@@ -3,7 +3,7 @@
 Read `loading_tensors`; `files` knows the format and the names there.
 """
 
-from composable_shard.huggingface.files import Joined, TensorFiles, TensorWriter, parse_nbytes
+from composable_shard.huggingface.files import Joined, TensorWriter, parse_nbytes
 from composable_shard.huggingface.loading_tensors import load_safetensors
 from composable_shard.huggingface.merging import iter_merged_params
 from composable_shard.huggingface.saving_tensors import save_pretrained, save_safetensors

@@ -27,7 +27,11 @@ _MARKS = frozenset(
 )
 
 
-def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+class Elsewhere:
+    """A tensor whose elements stay in a file; `encode` collects it as it does tensors."""
+
+
+def encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
     """Return a JSON value; collect the tensors in `value` by names that begin with `path`.
 
     Names depend only on the path, so that ranks with different parts of a tree use the same ones.
@@ -42,6 +46,9 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             return number if math.isfinite(number) else {"__float__": repr(number)}
         case Tensor():
             _check_has_elements(value, path)
+            tensors[path] = value
+            return {"__tensor__": path}
+        case Elsewhere():
             tensors[path] = value
             return {"__tensor__": path}
         case dict():
@@ -80,7 +87,7 @@ def _check_has_elements(value: Tensor, path: str) -> None:
         )
 
 
-def _encode_dict(value: dict[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+def _encode_dict(value: dict[Any, Any], path: str, tensors: dict[str, Any]) -> Any:
     pairs = [
         (key, encode(item, f"{path}/{_component(key, path)}", tensors))
         for key, item in value.items()

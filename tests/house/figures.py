@@ -64,6 +64,7 @@ PACKAGES = (
     "state_dict",
     "construct",
     "planning",
+    "peers",
     "checkpoint",
     "huggingface",
     "pipelining",
@@ -73,7 +74,8 @@ PACKAGES = (
 )
 # What a step runs through.
 CORE = frozenset(PACKAGES) - {
-    *("state_dict", "planning", "checkpoint", "huggingface", "lightning", "conversion", "__main__")
+    *("state_dict", "planning", "peers", "checkpoint", "huggingface", "lightning"),
+    *("conversion", "__main__"),
 }
 STACK_READS = frozenset(
     {"_getframe", "_current_frames", "currentframe", "extract_stack", "walk_stack", "tb_frame"}

@@ -1,0 +1,1 @@
+"""Runs of other libraries, continued: their checkpoints are fixtures that these libraries wrote."""

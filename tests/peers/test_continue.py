@@ -1,0 +1,201 @@
+"""Runs of other libraries, continued: three more steps beside the library's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composable_shard import (
+    MixedPrecisionPolicy,
+    StateDictOptions,
+    fully_shard,
+    get_model_state_dict,
+    load_checkpoint,
+)
+from composable_shard.checkpoint import LoadedCheckpoint
+from tests.harness.helpers import run_ranks
+from tests.peers import model as run
+
+FIXTURES = Path(__file__).parent / "fixtures"
+_TIED_NBYTES = 2 * 4 * 11 * 6
+
+
+def fixture(name: str) -> Path:
+    """Return the directory of a fixture, whose name has a version too."""
+    (found,) = FIXTURES.glob(f"{name}-[0-9]*")
+    return found
+
+
+def continue_peer(
+    path: Path, *, kind: str = "", dtype: str = "float32"
+) -> tuple[LoadedCheckpoint, dict[str, Any], int]:
+    """Load a checkpoint and take three steps.
+
+    Returns what was told, the parameters, and the bytes that this rank holds.
+
+    Args:
+        kind: "inner" puts a module around the model, "untied" gives the head weights of its own.
+    """
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.manual_seed(1)
+    model = run.PeerModel().to(getattr(torch, dtype))
+    model.offset = model.offset.float()  # DeepSpeed leaves buffers as they are
+    if "untied" in kind:
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    wrapped: nn.Module = nn.ModuleDict({"inner": model}) if "inner" in kind else model
+    policy = MixedPrecisionPolicy(main_dtype=torch.float32, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {} if dtype == "float32" else {"mp_policy": policy}
+    for each in (model.up, model.down, model):
+        fully_shard(each, **options)
+    is_trainers = "trainer" in kind
+    groups = _groups_of_trainer(model) if is_trainers else run.two_groups(model)
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    if is_trainers:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (6 - step) / 6)
+    loaded = load_checkpoint(path, wrapped, optimizer, scheduler=scheduler)
+    held = _nbytes_on_rank(model, optimizer)
+    streams = [list(run.peer_batches(3, each)) for each in range(run.WORLD_SIZE)]
+    for step in range(run.NUM_STEPS):
+        # More ranks than the run had get the same batches twice, fewer get all of them.
+        mine = [rank % run.WORLD_SIZE] if world_size >= run.WORLD_SIZE else [0, 1]
+        tokens = torch.cat([streams[each][step] for each in mine])
+        optimizer.zero_grad()
+        run.peer_loss(model(tokens), tokens).backward()
+        optimizer.step()
+        scheduler.step()
+    values = get_model_state_dict(wrapped, options=StateDictOptions(full_state_dict=True))
+    return loaded, {name: value.clone() for name, value in values.items()}, held
+
+
+def _groups_of_trainer(model: nn.Module) -> list[dict[str, object]]:
+    """Return the groups of `Trainer`: biases and norms have no weight decay."""
+    named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    is_rest = {name: "bias" in name or "norm" in name for name, _ in named}
+    return [
+        {"params": [each for name, each in named if not is_rest[name]], "weight_decay": 0.1},
+        {"params": [each for name, each in named if is_rest[name]], "weight_decay": 0.0},
+    ]
+
+
+def _nbytes_on_rank(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of this rank's parameters, buffers and optimizer state."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    tensors = [*model.parameters(), *model.buffers(), *states]
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
+    return sum(each.nbytes for each in local if isinstance(each, torch.Tensor))
+
+
+def assert_continues(
+    path: str, world_size: int, tolerance: float, twice_nbytes: int = 0, **options: Any
+) -> LoadedCheckpoint:
+    """Check that a run goes on as the library's own did, and return what rank 0 was told.
+
+    Args:
+        twice_nbytes: Bytes of tied parameters that the files have twice: they are compared.
+    """
+    name, _, rest = path.partition("/")
+    found = run_ranks(world_size, continue_peer, fixture(name) / rest, **options)
+    expected = torch.load(fixture(name) / "expected.pt", weights_only=True)
+    loaded, values, _ = found[0]
+    assert {"model", "optimizer", "step"} <= set(loaded.taken)
+    assert expected.keys() <= values.keys()
+    for key, value in expected.items():
+        difference = (values[key].float() - value).abs().max().item()
+        assert difference <= tolerance, f"{key}: {difference}"
+    for loaded, _, held in found:
+        # Frozen and 16-bit values are wider here than in the files.
+        assert loaded.nbytes_read <= 1.05 * held + 64 + twice_nbytes, (loaded.nbytes_read, held)
+    return found[0][0]
+
+
+# On two ranks every bit is the peer's. On one and four the terms of a mean have another order.
+WORLD_SIZES = pytest.mark.parametrize(("world_size", "tolerance"), [(2, 0), (4, 1e-6), (1, 1e-6)])
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("name", ["ddp-torch", "named-torch", "zero-torch", "oss-fairscale"])
+def test_file_of_torch_save_continues(name: str, world_size: int, tolerance: float) -> None:
+    """Torch's own optimizer, by number and by name, and one that is split over the ranks."""
+    loaded = assert_continues(f"{name}/checkpoint.pt", world_size, tolerance)
+    assert loaded.step == 3
+    assert "scheduler" in loaded.taken
+    assert loaded.left == ("epoch",)
+
+
+def test_accelerates_directory_continues() -> None:
+    """`Accelerator.save_state`, whose safetensors have one name of tied weights."""
+    loaded = assert_continues("state-accelerate", 2, 0)
+    assert "random_states_0.pkl" in loaded.left
+
+
+def test_trainers_directory_continues() -> None:
+    """The checkpoint-3 of `Trainer`, whose groups are those with and without decay."""
+    loaded = assert_continues(
+        "trainer-transformers/checkpoint-3", 2, 1e-6, kind="inner trainer untied",
+    )  # fmt: skip
+    assert loaded.step == 3
+    assert "scheduler" in loaded.taken
+
+
+def test_lightnings_file_continues() -> None:
+    """The `.ckpt` of Lightning with DDP."""
+    loaded = assert_continues("ddp-lightning/run.ckpt", 2, 0, kind="inner")
+    assert (loaded.version, loaded.step) == ("2.6.6", 3)
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("name", ["fsdp2-torch", "fsdp1-torch", "titan-torch"])
+def test_directory_of_dcp_continues(name: str, world_size: int, tolerance: float) -> None:
+    """Keys of torch's functions and of torchtitan, and boxes of rows and of flat ranges."""
+    assert assert_continues(name, world_size, tolerance, _TIED_NBYTES).step == 3
+
+
+def test_lightnings_directory_continues() -> None:
+    """ModelParallelStrategy writes DCP with keys of its own, and the rest beside it."""
+    loaded = assert_continues("sharded-lightning/run.ckpt", 2, 0, _TIED_NBYTES, kind="inner")
+    assert (loaded.version, loaded.step) == ("2.6.6", 3)
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("name", ["stage0-fp32", "stage1-fp32", "stage2-fp32", "stage3-fp32"])
+def test_deepspeeds_directory_continues(name: str, world_size: int, tolerance: float) -> None:
+    """Flat partitions of two groups, tied and frozen parameters, a buffer, and the file latest."""
+    loaded = assert_continues(f"{name}-deepspeed", world_size, tolerance)
+    assert (loaded.version, loaded.step, loaded.world_size) == ("0.19.8", 3, 2)
+
+
+@pytest.mark.parametrize("name", ["stage1-bf16", "stage2-bf16", "stage3-bf16"])
+def test_deepspeeds_master_weights_continue(name: str) -> None:
+    """Weights of 16 bits: the master weights are taken.
+
+    DeepSpeed rounds each rank's gradients to 16 bits before it adds them up, and here they are
+    added in fp32: the steps differ by that rounding.
+    """
+    loaded = assert_continues(f"{name}-deepspeed", 2, 1e-3, dtype="bfloat16")
+    assert loaded.step == 3
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("name", ["universal2", "universal3"])
+def test_deepspeeds_universal_checkpoint_continues(
+    name: str, world_size: int, tolerance: float
+) -> None:
+    """Both layouts: dicts in the parameters' shapes, and flat tensors without a count of steps."""
+    assert assert_continues(f"{name}-deepspeed/universal", world_size, tolerance).step == 3
+
+
+@pytest.mark.parametrize("name", ["stage1-fp16", "stage3-fp16"])
+def test_deepspeeds_loss_scale_is_taken(name: str) -> None:
+    """Its dynamic scale goes on as that of a GradScaler."""
+    model = run.PeerModel()
+    optimizer = torch.optim.AdamW(run.two_groups(model), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    loaded = load_checkpoint(fixture(f"{name}-deepspeed"), model, optimizer, scaler=scaler)
+    assert "scaler" in loaded.taken
+    found = scaler.state_dict()
+    assert (found["scale"], found["growth_interval"], found["_growth_tracker"]) == (16.0, 1000, 3)
