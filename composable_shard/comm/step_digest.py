@@ -101,7 +101,8 @@ class _StepRecord:
         digest = zlib.crc32(str(self._numbers).encode(), digest)
         self._optimizers: Sequence[OptimizerNumbers] = ()
         self._order = order_of(joint[0]) if joint else GroupOrder()
-        if self._order.compares_optimizers:
+        self._shape = tuple((one.name, len(one.groups)) for one in facts.optimizers)
+        if self._shape not in self._order.left_out:
             self._optimizers = facts.optimizers
             for each in facts.optimizers:
                 digest = zlib.crc32(each.digest.to_bytes(4, "little"), digest)
@@ -125,7 +126,7 @@ class _StepRecord:
 
     def leave_out_optimizers(self) -> None:
         """Compare no numbers of optimizers from now on, for the ranks have different ones."""
-        self._order.compares_optimizers = False
+        self._order.left_out.add(self._shape)
 
     def exchange_again(self) -> None:
         """Exchange identities on all groups."""

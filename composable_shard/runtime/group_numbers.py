@@ -32,6 +32,7 @@ class _Group:
     def __init__(self) -> None:
         self._seen: dict[str, Any] = {}  # what can't change in place, and what is no number
         self._digests: dict[str, int] = {}
+        self._num_keys = 0
         self.numbers: Mapping[str, Any] = {}  # never written: the ranks may compare it later
         self.digest = 0  # of 32 bits, whatever the order of the keys
 
@@ -39,8 +40,9 @@ class _Group:
         """Take what differs from what was seen."""
         seen = self._seen
         found = {key: x for key, x in group.items() if seen.get(key, _NOTHING) is not x}
-        if not found and len(seen) == len(group):
+        if not found and self._num_keys == len(group):
             return
+        self._num_keys = len(group)
         for key in self.numbers.keys() - group.keys():
             found[key] = _NOTHING
         self._take(found, reads_device)
