@@ -28,6 +28,7 @@ from composable_shard.comm.devices import (
     Waitable,
     alloc_host,
     copies_for,
+    is_capturing,
     make_streams,
 )
 from composable_shard.comm.groups import ShardGroup, SmallGroup
@@ -48,7 +49,12 @@ from composable_shard.comm.order import (
     has_failed,
     note_setting,
 )
-from composable_shard.comm.step_digest import FlagReduction, Proposal, StepFacts
+from composable_shard.comm.step_digest import (
+    FlagReduction,
+    OptimizerNumbers,
+    Proposal,
+    StepFacts,
+)
 from composable_shard.comm.trace import count_collectives
 from composable_shard.comm.watch import fail
 from composable_shard.torch_private import resolve_group

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,15 @@ class Proposal:
 
 
 @dataclass(frozen=True)
+class OptimizerNumbers:
+    """What an optimizer holds in its parameter groups."""
+
+    name: str  # of its class
+    groups: Sequence[Mapping[str, Any]]
+    digest: int  # of both, 32 bits
+
+
+@dataclass(frozen=True)
 class StepFacts:
     """Facts about the program since the last backward.
 
@@ -37,10 +47,12 @@ class StepFacts:
         line: The facts in words, the same on all ranks.
         numbers: For each flat parameter the ranks that share it or have copies, and
             the number of the collective in which the ranks have compared it.
+        optimizers: Those that have stepped.
     """
 
     line: str
     numbers: Sequence[tuple[ShardGroup, int]]
+    optimizers: Sequence[OptimizerNumbers] = ()
 
 
 class _StepRecord:
@@ -51,10 +63,12 @@ class _StepRecord:
     maximum over the ranks equals each rank's own bytes only if all ranks have the same digest;
     otherwise no rank publishes gradients. The digest covers the collectives that all data-parallel
     ranks issue in a step, and facts that the program determines: whether parameters were written
-    since the last backward, whether gradients of earlier backwards exist, and which model this is
-    (two models of one class have units of the same names). A proposal has a separate digest, in
-    which ranks may differ. One byte says whether a rank has issued a new collective; then all ranks
-    exchange identities again. [Note: First steps]
+    since the last backward, whether gradients of earlier backwards exist, which model this is (two
+    models of one class have units of the same names), and the numbers in the groups of the
+    optimizers that have stepped. A rank may have no optimizer, or no group, for parameters of which
+    it holds nothing; once ranks differ in that, numbers are not compared any more. A proposal has a
+    separate digest, in which ranks may differ. One byte says whether a rank has issued a new
+    collective; then all ranks exchange identities again. [Note: First steps]
 
     On an accelerator the host reads the result two backwards later, in the same backward on all
     ranks, when the device has usually passed it. By then the gradients of two steps are published;
@@ -85,6 +99,13 @@ class _StepRecord:
             {each for group, each in facts.numbers if group.joint_groups == joint}
         )
         digest = zlib.crc32(str(self._numbers).encode(), digest)
+        self._optimizers: Sequence[OptimizerNumbers] = ()
+        self._order = order_of(joint[0]) if joint else GroupOrder()
+        self._shape = tuple((one.name, len(one.groups)) for one in facts.optimizers)
+        if self._shape not in self._order.left_out:
+            self._optimizers = facts.optimizers
+            for each in facts.optimizers:
+                digest = zlib.crc32(each.digest.to_bytes(4, "little"), digest)
         self.sent = [*_with_complement(digest), int(has_news)]
         if proposal is not None:
             self.sent += _with_complement(proposal.digest)
@@ -95,6 +116,17 @@ class _StepRecord:
         model = ", ".join(map(str, self._numbers))
         model = f"a backward of the model whose first call was at collective {model}"
         return [self._facts.line, *issued, model]
+
+    def optimizers(self) -> list[tuple[str, list[dict[str, str]]]]:
+        """Return classes, and the numbers of each group as text."""
+        return [
+            (one.name, [{key: repr(value) for key, value in each.items()} for each in one.groups])
+            for one in self._optimizers
+        ]
+
+    def leave_out_optimizers(self) -> None:
+        """Compare no numbers of optimizers from now on, for the ranks have different ones."""
+        self._order.left_out.add(self._shape)
 
     def exchange_again(self) -> None:
         """Exchange identities on all groups."""
@@ -117,9 +149,13 @@ def _is_same(received: Sequence[int]) -> bool:
 
 
 def _describe_difference(
-    lines: Sequence[Sequence[str]], ranks: Sequence[int], *, is_late: bool
-) -> str:
-    """Return a text about the first line of `_StepRecord.lines` in which ranks differ."""
+    lines: Sequence[Sequence[str]],
+    ranks: Sequence[int],
+    *,
+    is_late: bool,
+    advice: str = ADVICE,
+) -> str | None:
+    """Return a text about the first line of `_StepRecord.lines` in which ranks differ, or None."""
     step, ending = "that ends with this backward", "No gradient was published"
     if is_late:
         step = f"that ended {LATE_STEPS} backwards ago"
@@ -132,9 +168,33 @@ def _describe_difference(
             parts = [f"{are(those)} in {text}" for text, those in sides.items()]
             return (
                 f"the ranks are not in step: in the step {step}, "
-                f"{'; '.join(parts)}. {ending}. {ADVICE}"
+                f"{'; '.join(parts)}. {ending}. {advice}"
             )
-    return "the ranks were not in step, and are again"
+    return None
+
+
+_ADVICE_ON_NUMBERS = (
+    "Set it alike on all ranks. An optimizer that computes it from all of its parameters needs a "
+    'granularity other than "param", where each rank sees only those that it owns.'
+)
+_Optimizers = Sequence[Sequence[Any]]  # of one rank, as `_StepRecord.optimizers` returns them
+
+
+def _lines_of_numbers(optimizers: Sequence[_Optimizers]) -> list[list[str]] | None:
+    """Return the numbers of each rank as lines of text; None if ranks have other optimizers."""
+    shapes = [[(name, len(groups)) for name, groups in own] for own in optimizers]
+    if any(own != shapes[0] for own in shapes):
+        return None
+    lines: list[list[str]] = [[] for _ in optimizers]
+    for index, (name, num_groups) in enumerate(shapes[0]):
+        which = f"{name} (number {index + 1})" if len(shapes[0]) > 1 else name
+        for number in range(num_groups):
+            groups = [own[index][1][number] for own in optimizers]
+            for key in dict.fromkeys(chain(*groups)):
+                for own, group in zip(lines, groups, strict=True):
+                    value = f"= {group[key]}" if key in group else "missing"
+                    own.append(f"a step of {which} with param_groups[{number}][{key!r}] {value}")
+    return lines
 
 
 class FlagReduction:
@@ -254,18 +314,27 @@ class _MeshReduction:
         step, received = before
         numbers, size = received.tolist(), _StepRecord.NBYTES
         if not _is_same(numbers[:size]):
-            ranks = Ranks(self._groups, self._device)
-            found = ranks.all_messages([ranks.rank, step.lines()])
-            text = _describe_difference(
-                [own for _, own in found],
-                [rank for rank, _ in found],
-                is_late=self._device.type != "cpu",
-            )
-            raise RuntimeError(text)
+            self._refuse(step)
         if numbers[size]:
             step.exchange_again()
         if step.proposal is not None and _is_same(numbers[-size:]):
             step.proposal.accept()
+
+    def _refuse(self, step: _StepRecord) -> None:
+        """Raise an error on all ranks, unless they differ only in which optimizers they have."""
+        ranks, is_late = Ranks(self._groups, self._device), self._device.type != "cpu"
+        messages = ranks.all_messages([ranks.rank, step.lines(), step.optimizers()])
+        numbers, lines, optimizers = zip(*messages, strict=True)
+        text = _describe_difference(lines, numbers, is_late=is_late)
+        of_numbers = _lines_of_numbers(optimizers)
+        if text is None and of_numbers is None:
+            step.leave_out_optimizers()
+            return
+        if text is None and of_numbers is not None:
+            text = _describe_difference(
+                of_numbers, numbers, is_late=is_late, advice=_ADVICE_ON_NUMBERS
+            )
+        raise RuntimeError(text or "the ranks were not in step, and are again")
 
     def abandon(self) -> None:
         while self._works:

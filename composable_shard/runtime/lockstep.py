@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from weakref import ref
+
+from torch.optim import Optimizer
 
 from composable_shard.comm import ShardGroup, StepFacts
 from composable_shard.comm import note_setting as enter_setting
 from composable_shard.flat_param import FlatParamHandle, ParamEntry
+from composable_shard.runtime.group_numbers import numbers_of
 from composable_shard.runtime.unit import ShardState
 from composable_shard.tensor import compared
 from composable_shard.torch_private import DisableTorchFunctionSubclass
@@ -33,14 +37,19 @@ def step_facts(handles: Collection[FlatParamHandle]) -> StepFacts:
     How often an optimizer has stepped, the one that has most, for a rank may have none for some
     parameters; whether parameters were edited; how often those were written that each rank holds
     whole; checksums of what forwards have edited; whether there are gradients of earlier backwards.
-    Of parameters that one rank owns steps alone count: only the owner edits, and has gradients.
+    Of parameters that one rank owns steps alone count: only the owner edits, and has gradients. And
+    what the optimizers that have stepped hold in their groups.
     """
     num_steps, num_whole, checksum, has_edits, shown = 0, 0, 0, False, list[ParamEntry]()
     numbers: list[tuple[ShardGroup, int]] = []
+    steps: dict[ref[Optimizer], int] = {}
+    has_owned = False
     for handle in handles:
         numbers.append((handle.shard_group, handle.label.first_call))
-        most, is_edited, num_new, edits = handle.guard.take_new()
-        num_steps, checksum = max(num_steps, most), checksum + edits
+        new_steps, is_edited, num_new, edits = handle.guard.take_new()
+        num_steps, checksum = max(num_steps, *new_steps.values(), 0), checksum + edits
+        steps.update(new_steps)
+        has_owned = has_owned or handle.has_owned
         if handle.shard_group.size == 1:
             num_whole += num_new
         if handle.shard_group.size == 1 or not handle.layout.owners:
@@ -56,4 +65,4 @@ def step_facts(handles: Collection[FlatParamHandle]) -> StepFacts:
         f"{f', {num_whole} writes,' if num_whole else ','} and with "
         f"{in_forward}{'' if has_gradients else 'no '}gradients of earlier ones"
     )
-    return StepFacts(line, numbers)
+    return StepFacts(line, numbers, numbers_of(steps, reads_device=has_owned))

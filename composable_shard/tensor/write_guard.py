@@ -140,15 +140,15 @@ class WriteGuard:
             optimizer = steps[-1][0]
             self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
 
-    def take_new(self) -> tuple[int, bool, int, int]:
+    def take_new(self) -> tuple[dict[weakref.ref[Optimizer], int], bool, int, int]:
         """Return what was written since the last such call, for all ranks to compare.
 
         Returns:
-            How often the optimizer has stepped that has most; whether anything else has written;
-            how often all has been written; the checksum of what forwards have edited.
+            How often each optimizer has stepped; whether anything else has written; how often all
+            has been written; the checksum of what forwards have edited.
         """
-        num_steps, num_new = self._num_steps.values(), self.num_writes - self._num_compared
-        found = max(num_steps, default=0), self._has_edits, num_new, self._checksum
+        num_new = self.num_writes - self._num_compared
+        found = self._num_steps, self._has_edits, num_new, self._checksum
         self._num_compared, self._has_edits, self._checksum = self.num_writes, False, 0
         self._last_writer, self._num_steps = None, {}
         return found
