@@ -69,7 +69,7 @@ class MixedPrecisionPolicy:
         main_dtype: Dtype of the sharded parameters, for example float32 for a bfloat16 model, which
             then still computes in bfloat16. Default: as before the call.
         output_dtype: Dtype to which floating-point tensors in the output of the unit's forward are
-            cast.
+            cast. Containers and objects whose contents change are copied; modules are left alone.
         cast_forward_inputs: Cast floating-point tensors in the arguments of the unit's forward to
             `param_dtype`. With only `main_dtype` set, cast to the unit's dtype before the call, if
             it was one dtype. Containers whose contents change are copied.

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.jit import ScriptModule
 
 from composable_shard.comm import ShardGroup, collectives
+from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
     buffers_of,
     foreach_copy_,
@@ -47,8 +48,11 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _attributes(value: Any) -> list[str]:
-    """Return the attributes of a dataclass or plain result object that may hold tensors."""
-    if isinstance(value, type):
+    """Return the attributes of a dataclass or plain result object that may hold tensors.
+
+    A module in an output keeps its parameters and buffers: they are the model's, not results.
+    """
+    if isinstance(value, (type, nn.Module)):
         return []
     if dataclasses.is_dataclass(value):
         names = [entry.name for entry in dataclasses.fields(value)]
@@ -60,21 +64,24 @@ def _attributes(value: Any) -> list[str]:
     ]
 
 
-def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], *, in_place: bool = True) -> Any:
+def map_tensors(
+    value: Any, fn: Callable[[Tensor], Tensor], *, looks_into_objects: bool = True
+) -> Any:
     """Return `value` with `fn` applied to every tensor in it.
 
-    Tuples, sets and read-only mappings are rebuilt. Other containers and objects are changed in
-    place, so they keep their type and everything else they hold. Unless `in_place`, containers in
-    which a tensor changes are copied, and objects that are not containers are left alone.
+    Containers and objects in which a tensor changes are replaced by shallow copies, because the
+    model or its caller may keep the originals: a running state, a cache, a batch. Unless
+    `looks_into_objects`, objects that are neither containers nor dataclasses are left alone. So are
+    modules, always.
     """
     if isinstance(value, Tensor):
         return fn(value)
-    mapped = partial(map_tensors, fn=fn, in_place=in_place)
+    mapped = partial(map_tensors, fn=fn, looks_into_objects=looks_into_objects)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return _map_sequence(value, mapped, in_place=in_place)
+        return _map_sequence(value, mapped)
     if isinstance(value, Mapping):
         items = list(value.items())
-    elif in_place or dataclasses.is_dataclass(value):
+    elif looks_into_objects or dataclasses.is_dataclass(value):
         items = [(name, getattr(value, name)) for name in _attributes(value)]
     else:
         return value
@@ -83,7 +90,7 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], *, in_place: bool = 
         return value
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)({**value, **changed})  # type: ignore[call-arg]
-    twin = value if in_place else copy.copy(value)
+    twin = _copied(value)
     for key, new in changed.items():
         if isinstance(twin, MutableMapping):
             twin[key] = new
@@ -93,15 +100,26 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor], *, in_place: bool = 
     return twin
 
 
-def _map_sequence(value: Any, mapped: Callable[[Any], Any], *, in_place: bool) -> Any:
+def _map_sequence(value: Any, mapped: Callable[[Any], Any]) -> Any:
     items = [mapped(item) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     if isinstance(value, list):
-        twin = value if in_place else copy.copy(value)
+        twin = _copied(value)
         twin[:] = items
         return twin
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.copy(value)
+    except Exception as error:
+        raise RuntimeError(
+            f"can't copy the {type(value).__name__} that a forward takes or returns, in which "
+            "tensors are replaced (they are cast, or of earlier graphs, or views of full "
+            f"parameters): {error}. Give the class a __copy__ that works, or pass a dict."
+        ) from error
 
 
 def cast_arguments(
@@ -113,15 +131,25 @@ def cast_arguments(
     cache that the forward writes to.
     """
     cast = partial(_cast, dtype)
-    new_args, new_kwargs = (map_tensors(given, cast, in_place=False) for given in (args, kwargs))
+    new_args, new_kwargs = (
+        map_tensors(given, cast, looks_into_objects=False) for given in (args, kwargs)
+    )
     if new_args is args and new_kwargs is kwargs:
         return None
     return new_args, new_kwargs
 
 
 def cast_output(output: Any, dtype: torch.dtype) -> Any:
-    """Return the output with all floating-point tensors in it cast, as `map_tensors` does it."""
-    return map_tensors(output, partial(_cast, dtype))
+    """Return the output with all floating-point tensors in it cast, as `map_tensors` does it.
+
+    What the model or the caller keeps of it, such as a state in fp32, is not cast. Neither are
+    sharded parameters, which an optimizer may hold.
+    """
+    return map_tensors(output, partial(_cast_result, dtype))
+
+
+def _cast_result(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor if isinstance(tensor, FlatShard) else _cast(dtype, tensor)
 
 
 def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:

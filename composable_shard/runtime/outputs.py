@@ -15,6 +15,7 @@ from composable_shard.runtime.casts import iter_tensors, map_tensors
 from composable_shard.runtime.open_graphs import UnitCall
 from composable_shard.runtime.saved_values import frees_values, kept_tensors, refuse_views
 from composable_shard.runtime.unit import ShardState, TreeContext
+from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
     base_of,
     current_dual_level,
@@ -134,9 +135,14 @@ def _register(
 
 
 def _is_older(tensor: Tensor, sequence_nr: int) -> bool:
-    """Return whether a tensor's node is older than this number; leaves that need a gradient are."""
+    """Return whether a tensor's node is older than this number.
+
+    Leaves that need a gradient are, except for sharded parameters, which no backward may reach.
+    """
     node = tensor.grad_fn
-    return tensor.requires_grad if node is None else sequence_nr_of(node) < sequence_nr
+    if node is None:
+        return tensor.requires_grad and not isinstance(tensor, FlatShard)
+    return sequence_nr_of(node) < sequence_nr
 
 
 def _renew_older(newest: int, tensor: Tensor) -> Tensor:
