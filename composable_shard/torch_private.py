@@ -185,6 +185,8 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
 swap_tensors: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
+# Whether `tensor.data = value` can change the object: not from the CPU to any device.
+can_change_data: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 # Optimizers and clipping take their fast paths for lists of these types.

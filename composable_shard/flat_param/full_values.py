@@ -156,6 +156,7 @@ class FullValues:
         """Take over name, claims and small group of the full values that these replace."""
         self.label, self.claims = other.label, other.claims
         self.small_group = other.small_group
+        self.params.follow(other.params)
 
     @property
     def is_current(self) -> bool:

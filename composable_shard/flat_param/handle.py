@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from composable_shard.flat_param.shown import (
     trainable_flags,
 )
 from composable_shard.flat_param.storage import alloc_storage, free_storage
+from composable_shard.flat_param.unsharded import copy_unsharded
 from composable_shard.layout import FlatLayout
 from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy
 from composable_shard.tensor import (
@@ -228,6 +230,14 @@ class FlatParamHandle:
                 self.shown.shows_flat,
             ),
         }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParamHandle:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        for entry, own in zip(twin.entries, self.entries, strict=True):
+            entry.unsharded = copy_unsharded(own.unsharded, memo)
+        return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         small_group, divide_factor, flat, flat_slot, shows_flat = state.pop("parts")

@@ -23,6 +23,7 @@ from composable_shard.tensor import (
     FlatShard,
     HiddenGradient,
     ParamLabel,
+    copy_attributes,
     user_attributes,
 )
 from composable_shard.torch_private import pre_accumulate_hooks_of
@@ -41,6 +42,7 @@ class ScopeParams:
             for index, entry in enumerate(entries)
         ]
         self._values = [_dense(param) for param in self.params]
+        self._attributes = [user_attributes(param) for param in self.params]
         self.grad_buffer: Tensor | None = None  # full gradients, of the same shape
         self._grads: list[Tensor | None] = [None] * len(self.params)
         self._flat: nn.Parameter | None = None
@@ -128,6 +130,9 @@ class ScopeParams:
 
     def expire(self) -> None:
         """Release the memory; from now on every use of a parameter raises."""
+        for param, entry, before in zip(self.params, self._entries, self._attributes, strict=False):
+            _return_attributes(param, entry.sharded, before)
+        self._attributes = []
         params = self.params if self._flat is None else [*self.params, self._flat]
         labels = [entry.label for entry in self._entries] + [_FLAT_LABEL]
         for param, label in zip(params, labels, strict=False):
@@ -152,12 +157,21 @@ def _make_param(entry: ParamEntry, values: Tensor) -> nn.Parameter:
     param = nn.Parameter(
         entry.spec.unflatten(values), values.is_floating_point() or values.is_complex()
     )
-    for name, value in user_attributes(entry.sharded).items():
-        param.__dict__.setdefault(name, value)
+    copy_attributes(param, entry.sharded)
     if param.requires_grad:  # Also on frozen ones, except integers: the body may unfreeze them.
         param.register_hook(_refuse_backward)
     param.requires_grad_(entry.sharded.requires_grad)
     return param
+
+
+def _return_attributes(param: Tensor, sharded: Tensor, before: dict[str, Any]) -> None:
+    """Set or delete at rest the attributes that the body of a scope has set or deleted."""
+    now = user_attributes(param)
+    for name, value in now.items():
+        if name not in before or value is not before[name]:
+            sharded.__dict__[name] = value
+    for name in before.keys() - now.keys():
+        sharded.__dict__.pop(name, None)
 
 
 def is_shown_by_scope(param: nn.Parameter) -> bool:

@@ -17,16 +17,21 @@ from torch.distributed.tensor import DTensor
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
+    FlatShard,
     HiddenGradient,
     NeverStepped,
+    copy_attributes,
     is_trainable,
     own_gradient,
     reduced_gradient,
     set_gradient,
-    user_attributes,
+    share_attributes,
 )
 from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    can_change_data,
     is_compiling,
+    post_accumulate_hooks_of,
     running,
     set_versions,
     version_of,
@@ -135,12 +140,12 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
     version counter would show it. See [Note: Packing in place].
     """
 
-    # A dict for each would take 200 bytes. Users may have attributes of shorter names.
-    __slots__ = ("shard_aliases", "shard_label", "shard_position")
+    # The dict is that of the sharded parameter. Users may have attributes of shorter names.
+    __slots__ = ("shard_alias", "shard_aliases", "shard_label", "shard_position")
     shard_aliases: Aliases
     shard_position: int
     shard_label: object
-    data_alias: Tensor | None = None  # its version counts edits through `.data`
+    shard_alias: Tensor | None  # its version counts edits through `.data`
 
     def __new__(
         cls,
@@ -151,6 +156,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         """Make a parameter with a label, notes and a position; a copy has defaults."""
         self = super().__new__(cls, data, requires_grad)
         self.shard_label, self.shard_aliases, self.shard_position = noted or ("?", Aliases(), 0)
+        self.shard_alias = None
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -218,18 +224,70 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         if any(running("torch._functorch._aot_autograd.runtime_wrappers", "__torch_dispatch__")):
             return super().data  # the compiler checks its class, around the first run of a graph
         self.shard_aliases.note_hidden(self)
-        alias = self.data_alias
+        alias = self.shard_alias
         if alias is None:
-            alias = self.data_alias = super().data
+            alias = self.shard_alias = super().data
         return alias.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        _refuse_other_data(self.shard_label)
+        if not _is_same_memory(self, value):
+            _refuse_other_data(self.shard_label)
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise: the parameter would no longer be a view of the buffer."""
-        _refuse_other_data(self.shard_label)
+    def set_(self, *args: Any, **kwargs: Any) -> UnshardedParameter:
+        """Return the parameter if it is given its own data; others would be no view of the buffer.
+
+        A parametrization that is registered gives a parameter its own data.
+        """
+        if len(args) != 1 or kwargs or not _is_same_memory(self, args[0]):
+            _refuse_other_data(self.shard_label)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy the values, or with its unit return the parameter that the copied unit will have."""
+        handle = self.shard_aliases.handle()
+        if handle is None or id(handle) not in memo or id(self) in memo:
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        return _copy_unbuilt(self, memo)
+
+
+class NotBuiltParameter(UnshardedParameter):
+    """What a copied program has kept of a unit, before the copy's first forward."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> NoReturn:
+        """Raise: it has no values yet."""
+        flat = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
+        labels = [item.shard_label for item in flat if isinstance(item, NotBuiltParameter)]
+        raise RuntimeError(
+            f"a full parameter '{labels[0] if labels else '?'}' that a forward has kept was read "
+            "in a copy of the model before the forward of its unit, which gives it values. Call "
+            "the copy, or read the module's own parameter: p.full_tensor()."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return another one, that of the copy's copy."""
+        return memo[id(self)] if id(self) in memo else _copy_unbuilt(self, memo)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override] # the stub returns Any
+        return f"<full parameter '{self.shard_label}' of a copied model before its first forward>"
+
+
+def _copy_unbuilt(param: UnshardedParameter, memo: dict[int, Any]) -> UnshardedParameter:
+    with torch.inference_mode(False), DisableTorchFunctionSubclass():
+        empty = torch.empty(0, dtype=param.dtype, device=param.device)
+    twin = NotBuiltParameter(empty, False, (param.shard_label, Aliases(), param.shard_position))
+    memo[id(param)] = twin
+    return twin
+
+
+def copy_unsharded(param: nn.Parameter | None, memo: dict[int, Any]) -> nn.Parameter | None:
+    """Return what a copied handle's parameter will be, as programs may have kept the object."""
+    return copy.deepcopy(param, memo) if isinstance(param, UnshardedParameter) else None
 
 
 class GradientAtRest(HiddenGradient):
@@ -290,6 +348,17 @@ def _plain(param: Tensor) -> nn.Parameter:
     return nn.Parameter(Tensor.detach(param).clone(), is_trainable(param))
 
 
+def _is_same_memory(param: Tensor, value: object) -> bool:
+    """Return whether a value is the parameter's own data, as of a conversion that changes none."""
+    if not isinstance(value, Tensor) or value.is_meta or isinstance(value, FlatShard):
+        return False
+    return value is param or (
+        value.data_ptr() == param.data_ptr()
+        and (value.shape, value.stride(), value.dtype, value.device)
+        == (param.shape, param.stride(), param.dtype, param.device)
+    )
+
+
 def _refuse_other_data(label: object) -> NoReturn:
     raise RuntimeError(
         f"parameter '{label}' can't be given other data (`param.data = ...`, `set_()`) while its "
@@ -298,21 +367,47 @@ def _refuse_other_data(label: object) -> NoReturn:
     )
 
 
+_NOTES = "shard_label", "shard_aliases", "shard_position"  # of a DTensor
+
+
 def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Parameter:
     """Return the parameter whose data is `dense`, a view of the buffer (or a DTensor of one)."""
     flag = dense.is_floating_point() or dense.is_complex()
     if not isinstance(dense, DTensor):
         return UnshardedParameter(dense, flag, noted)
     param = nn.Parameter(dense, flag)
-    names = "shard_label", "shard_aliases", "shard_position"
-    param.__dict__.update(zip(names, noted, strict=True))
+    param.__dict__.update(zip(_NOTES, noted, strict=True))
     param.__class__ = _UnshardedDTensor  # type: ignore[assignment]
     return param
 
 
+def _can_hold(kept: nn.Parameter, dense: Tensor) -> bool:
+    """Return whether the object that programs may have kept can be the parameter of new values."""
+    if isinstance(kept, _UnshardedDTensor) and isinstance(dense, DTensor):
+        return kept.dtype == dense.dtype and kept.device == dense.device
+    is_plain = isinstance(kept, UnshardedParameter) and type(dense) is Tensor
+    return is_plain and can_change_data(kept, dense)
+
+
+def _hold(kept: nn.Parameter, dense: Tensor, noted: tuple[object, Aliases, int]) -> None:
+    """Make an unsharded parameter the one of other values: a forward may have kept the object."""
+    flag = dense.is_floating_point() or dense.is_complex()
+    set_gradient(kept, None)
+    if isinstance(kept, UnshardedParameter):
+        Tensor.requires_grad.__set__(kept, False)  # type: ignore[attr-defined] # for integers
+        Tensor.data.__set__(kept, dense)  # type: ignore[attr-defined]
+        Tensor.requires_grad.__set__(kept, flag)  # type: ignore[attr-defined]
+        kept.shard_label, kept.shard_aliases, kept.shard_position = noted
+        kept.shard_alias = None
+    elif isinstance(kept, _UnshardedDTensor) and isinstance(dense, DTensor):
+        kept._local_tensor = dense._local_tensor
+        kept.requires_grad_(flag)
+        kept.__dict__.update(zip(_NOTES, noted, strict=True))
+
+
 def _is_edited_by_data(param: nn.Parameter) -> bool:
     """Return whether an alias that `param.data` gave was written to."""
-    alias = param.data_alias if isinstance(param, UnshardedParameter) else None
+    alias = param.shard_alias if isinstance(param, UnshardedParameter) else None
     return alias is not None and version_of(alias) != 0
 
 
@@ -365,6 +460,11 @@ class UnshardedParams:
         self.locked: tuple[int, ...] = ()
         self.is_locked = True
         self.version_writes = -1
+        self._first_version = 0  # above those of the values that these replace
+
+    def follow(self, before: UnshardedParams) -> None:
+        """Let graphs that read the parameters before raise, as these hold other values."""
+        self._first_version = max(before.versions, default=before._first_version) + 1
 
     def lock(self) -> None:
         """Make autograd raise where it would read the values, until `FullValues.wait`."""
@@ -376,12 +476,20 @@ class UnshardedParams:
         self._entries, self.aliases = entries, Aliases()
         for index, entry in enumerate(entries):
             noted = entry.label, self.aliases, index
-            entry.unsharded = _make_unsharded(self._view(index, entry), noted)
-            # A forward may read users' attributes: how tensor parallelism split it, for example.
-            for name, value in user_attributes(entry.sharded).items():
-                if name != "_is_param":  # alone it would cost a dict
-                    entry.unsharded.__dict__.setdefault(name, value)
-            entry.runs_hooks = False
+            dense = self._view(index, entry)
+            kept = entry.unsharded
+            if isinstance(kept, NotBuiltParameter):
+                # Before any function of torch takes it.
+                kept.__class__ = UnshardedParameter  # type: ignore[assignment] # a base
+            if kept is None or not _can_hold(kept, dense):
+                kept = entry.unsharded = _make_unsharded(dense, noted)
+                entry.runs_hooks = False
+            else:
+                _hold(kept, dense, noted)
+            if isinstance(kept, UnshardedParameter | _UnshardedDTensor):
+                share_attributes(kept, entry.sharded)
+            else:  # a class with FSDP2's methods, which has its tensors there
+                copy_attributes(kept, entry.sharded)
         self.built = tuple(each.unsharded for each in entries if each.unsharded is not None)
         self.has_unwatched = not all(isinstance(each, UnshardedParameter) for each in self.built)
         self.views = self._aliases()
@@ -390,7 +498,8 @@ class UnshardedParams:
             for param, view in zip(self.built, self.views, strict=True)
         )
         self.locked = (LOCKED,) * len(self.built)
-        self.versions = [version_of(param) for param in self.built]
+        self.versions = [self._first_version] * len(self.watched)
+        set_versions(self.watched, tuple(self.versions))
         self.flags, self.has_late_reads = [True] * len(self.built), False
 
     def hook_gradients(self, handle: weakref.ref[Any]) -> None:
@@ -399,6 +508,7 @@ class UnshardedParams:
         for index, param in enumerate(self.built):
             if param.is_floating_point() or param.is_complex():
                 hook = partial(_arrive, handle, index)
+                (post_accumulate_hooks_of(param) or {}).clear()  # of its former values
                 Tensor.register_post_accumulate_grad_hook(param, hook)  # type: ignore[no-untyped-call]
 
     def _aliases(self) -> list[Tensor]:
@@ -485,7 +595,7 @@ class UnshardedParams:
         self.versions = [version_of(each) for each in self.watched]
         for param in self.built:
             if isinstance(param, UnshardedParameter):
-                param.data_alias = None
+                param.shard_alias = None
 
     def check_can_write_back(self) -> None:
         """Check that DTensors still are views of the buffer; other parameters refuse new data."""

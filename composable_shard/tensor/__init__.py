@@ -47,8 +47,10 @@ from composable_shard.tensor.shard_spec import (
     ShardSpec,
     UnitLabel,
     cloned,
+    copy_attributes,
     flat_spec,
     refuse_flat_dtensors,
+    share_attributes,
     user_attributes,
 )
 from composable_shard.tensor.write_guard import WriteGuard, compared

@@ -302,6 +302,7 @@ def local_box(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 _OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard", "_row_tail"})
+_NOTES = frozenset({"shard_label", "shard_aliases", "shard_position"})  # of full DTensors
 
 
 def cloned(tensor: Tensor) -> Tensor:
@@ -317,7 +318,25 @@ def cloned(tensor: Tensor) -> Tensor:
 
 def user_attributes(shard: Tensor) -> dict[str, Any]:
     """Return the attributes that are not ours, `_is_param` of nn.Parameter among them."""
-    return {name: value for name, value in shard.__dict__.items() if name not in _OWN_FIELDS}
+    ours = _OWN_FIELDS | _NOTES
+    return {name: value for name, value in shard.__dict__.items() if name not in ours}
+
+
+def copy_attributes(full: Tensor, shard: Tensor) -> None:
+    """Give a full parameter the attributes that users have set on the sharded one."""
+    for name, value in user_attributes(shard).items():
+        full.__dict__.setdefault(name, value)
+
+
+def share_attributes(full: Tensor, shard: Tensor) -> None:
+    """Let a full parameter and the sharded one have one dict of attributes, the latter's.
+
+    A forward, a hook or a schedule that sets one sets that of the parameter, whichever of the two
+    objects it holds.
+    """
+    notes = {name: value for name, value in full.__dict__.items() if name in _NOTES}
+    shard.__dict__.update(notes)
+    full.__dict__ = shard.__dict__
 
 
 def _of_whole(name: str) -> Callable[..., Any]:
