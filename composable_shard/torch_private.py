@@ -329,7 +329,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Return the timeout of a group's collectives; None if no backend has one."""
     for device in group._device_types:
         try:
-            options = group._get_backend(device).options
+            options = attrgetter("options")(group._get_backend(device))
         except (AttributeError, RuntimeError):
             continue  # since torch 2.14 a backend without options raises RuntimeError
         timeout: timedelta | None = getattr(options, "_timeout", None)

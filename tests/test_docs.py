@@ -551,7 +551,7 @@ def test_sentences_are_short(page: Path) -> None:
 
 def test_the_changelog_is_short() -> None:
     """It has what a user of the last release needs."""
-    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 115
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 130
 
 
 def test_metadata_is_complete() -> None:

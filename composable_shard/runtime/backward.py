@@ -120,6 +120,8 @@ def recompute(state: ShardState) -> None:
         return
     backward = begin_backward(context)
     backward.recomputed.add(state)
+    if backward.queue.puts_off and torch.is_grad_enabled():
+        backward.queue.ask_again()
     last = state.last_call
     if last.region is not None and last.number >= context.graphs.start:
         # There may be no unit around it whose output was reached, [Note: End of a unit].
@@ -180,7 +182,10 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
     # A nested backward (reentrant checkpointing) finishes a parameter that this backward, or
     # another nested one, may use again.
     known = state.known_forwards
-    known.runs_backwards |= current_backward_id() != backward.graph_task_id
+    if current_backward_id() != backward.graph_task_id:
+        known.runs_backwards = True
+        if not item.is_reduced and item.is_wanted:
+            backward.queue.ask_again()
     # If gradients overwrote values on some ranks only, these ranks alone would gather the values
     # again for a recomputation.
     may_overwrite = (

@@ -212,7 +212,8 @@ class BackwardPass:
         queue, context = self.queue, self.context
         queue.is_ending = True
         queue.collect()  # first: the flags below leave out handles with final gradients
-        unsynced = self._find_unsynced() if queue.accumulates else []
+        self._take_asked()
+        unsynced = self._find_unsynced() if queue.accumulates or queue.asked else []
         items = self._pack_rest(unsynced)
         if queue.is_sure:
             # Other ranks may have issued these reductions already, and wait for this rank.
@@ -253,8 +254,15 @@ class BackwardPass:
         # Run hooks last: a user's hook may raise, or step an optimizer.
         self._run_last_hooks(published)
 
+    def _take_asked(self) -> None:
+        """Let the handles that a nested backward asked to reduce wait for the end's reductions."""
+        for item in self.queue.asked:
+            if item.position != CLOSED:
+                self._end(item)  # on this rank, perhaps; so the order below is that of all ranks
+            item.is_reduced = True
+
     def _find_unsynced(self) -> list[Item]:
-        """Return the handles that were not reached and have gradients of earlier microbatches."""
+        """Return the handles not reached that have gradients of earlier or nested backwards."""
         queue = self.queue
         return [
             item
@@ -264,7 +272,8 @@ class BackwardPass:
             and item.position == CLOSED
             and item not in queue.issued
             and (
-                item.handle.grads.is_unsynced
+                item in queue.asked
+                or item.handle.grads.is_unsynced
                 or (item.handle.grads.reduction.partial is not None and not item.is_deferred)
             )
         ]

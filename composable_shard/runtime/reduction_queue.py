@@ -122,11 +122,7 @@ class Item:
 
     def __init__(self, state: ShardState, handle: FlatParamHandle) -> None:
         self.state, self.handle = state, handle
-        # A persistent buffer, unsharded anyway, is reduced once, when no reduction is postponed.
-        is_kept = handle.grads.is_persistent
-        self.is_reduced = (
-            state.settings.reduces_fully if is_kept else state.settings.requires_gradient_sync
-        )
+        self.is_reduced = self.is_wanted
         self.is_agreed = False
         self.stage = OPEN
         self.position = CLOSED
@@ -134,6 +130,14 @@ class Item:
         self.flags: FlagReduction | None = None
         self.num_ended = self.num_writes = 0
         self.used: list[bool] = []
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the unit's settings ask for a reduction now."""
+        # A persistent buffer, unsharded anyway, is reduced once, when no reduction is postponed.
+        settings = self.state.settings
+        is_kept = self.handle.grads.is_persistent
+        return settings.reduces_fully if is_kept else settings.requires_gradient_sync
 
     @property
     def is_deferred(self) -> bool:
@@ -174,8 +178,10 @@ class ReductionQueue:
     Attributes:
         items: The tree's handles, in the order of the units.
         agreed: Those that are reduced in the agreed order, in that order.
+        asked: Those that a backward inside this one asked to reduce, which began without it.
         issued: Those that this backward has reduced, the last one last; True: since autograd has
             run all its nodes.
+        puts_off: Some handle is not reduced.
         accumulates: This rank accumulates gradients of parameters, or some rank is known to.
         is_sure: All ranks know that some rank accumulates gradients.
         asks_for_late: The flags at the end show handles whose gradients came after a reduction.
@@ -190,10 +196,12 @@ class ReductionQueue:
         self.agreed: list[Item] = []
         self._expected: list[Item] = []  # agreed, reduced by all ranks, and not issued yet
         self._over: dict[Item, None] = {}  # agreed, in the order in which this rank was ready
+        self.asked: dict[Item, None] = {}
         self.issued: dict[Item, bool] = {}
         self._flagged: dict[Item, None] = {}  # with flags in flight
         self._final: list[Item] = []
-        self.accumulates = self.is_sure = self.asks_for_late = self.is_ending = False
+        self.puts_off = self.is_ending = False
+        self.accumulates = self.is_sure = self.asks_for_late = False
         self.window: int | None = None
         self.hook_error: BaseException | None = None
 
@@ -206,6 +214,7 @@ class ReductionQueue:
         for state in states:
             for handle in state.handles:
                 item = self.items[handle] = Item(state, handle)
+                self.puts_off = self.puts_off or not item.is_reduced
                 # Without new gradients too waiting ones are reduced: of all handles, or of none.
                 self.accumulates = (
                     self.accumulates
@@ -247,6 +256,16 @@ class ReductionQueue:
         if not own:
             self.accumulates = any(any(values) for values in flags.finish())
         self.is_sure = self.accumulates
+
+    def ask_again(self) -> None:
+        """Note which handles are to be reduced after all, as a backward inside this one begins.
+
+        The gradients of backwards inside a hook are those of the backward around them. If only the
+        first of them ran under `no_sync`, all are reduced at the end.
+        """
+        for item in self.items.values():
+            if not item.is_reduced and item.is_wanted and item.handle.requires_grad:
+                self.asked[item] = None
 
     # What is ready
 

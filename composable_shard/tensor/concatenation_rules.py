@@ -8,6 +8,7 @@ import torch
 
 from composable_shard.tensor.concatenation import concatenated
 from composable_shard.tensor.flat_shard import FlatShard
+from composable_shard.tensor.gathering import refuse_wrappers
 from composable_shard.tensor.operands import unsupported
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.torch_private import OpOverload
@@ -20,6 +21,7 @@ def _cat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fla
     is_flat = all(isinstance(shard, FlatShard) and shard.dim() == 1 for shard in shards)
     if not is_flat or len({shard.dtype for shard in shards}) > 1:
         raise unsupported(func, args)
+    refuse_wrappers(shards)
     return concatenated(shards)
 
 

@@ -34,6 +34,7 @@ from composable_shard.tensor.operands import (
 from composable_shard.tensor.strided_view import StridedView
 from composable_shard.tensor.write_guard import running
 from composable_shard.torch_private import OpOverload, is_in_step, schema_of
+from composable_shard.torch_private import running as running_functions
 
 
 class GatherWarning(UserWarning):
@@ -94,6 +95,25 @@ def check_scope(func: OpOverload, shard: FlatShard) -> None:
         )
 
 
+_WRAPPERS = {
+    "DistributedDataParallel": ("torch.nn.parallel.distributed", "__init__"),
+    "torch's fully_shard": (
+        "torch.distributed.fsdp._fully_shard._fsdp_param",
+        "_init_sharded_param",
+    ),
+}
+
+
+def refuse_wrappers(shards: Sequence[FlatShard]) -> None:
+    """Raise inside what would take shards for replicas, or shard them again."""
+    for name, (module, function) in _WRAPPERS.items():
+        if any(running_functions(module, function)):
+            raise RuntimeError(
+                f"{name} got the sharded parameter '{shards[0]._shard_spec.label.fqn}'. A sharded "
+                f"model needs no {name} around it: its own backward reduces the gradients."
+            )
+
+
 def _writes(func: OpOverload) -> bool:
     return any(argument.is_write for argument in schema_arguments(func))
 
@@ -118,6 +138,7 @@ def gather_bases(func: OpOverload, shards: Sequence[FlatShard]) -> dict[int, Ten
     Raises:
         RuntimeError: If the model refuses gathers at rest. Nothing is sent then.
     """
+    refuse_wrappers(shards)
     bases = {id(base): base for base in map(base_of, shards)}
     firsts: dict[Any, FlatShard] = {}
     same = {key: firsts.setdefault(_elements_of(base), base) for key, base in bases.items()}

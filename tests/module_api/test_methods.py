@@ -110,9 +110,9 @@ def test_method_that_is_not_registered_is_named() -> None:
     """The error says what to call; a method that fails leaves the unit at rest."""
     model = seeded(_WaysIn)
     shard_children(model)
-    with pytest.raises(RuntimeError, match=r"Only a call of its unit"):
+    with pytest.raises(RuntimeError, match=r"only the forward of its unit gives"):
         model.encode(torch.ones(2, 15))
-    with pytest.raises(RuntimeError, match=r"'scale'.* register_forward_method\(module, name\)"):
+    with pytest.raises(RuntimeError, match=r"'scale'.*register_forward_method\(module, name\)"):
         model.generate(torch.ones(2, 15))
     register_forward_method(model, "encode")
     register_forward_method(model, "encode")

@@ -1,0 +1,168 @@
+"""Models that run inside the backward of another graph: cached gradients, critics in hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from composable_shard import (
+    ShardingStrategy,
+    fully_shard,
+    is_sharded,
+    no_sync,
+    set_is_last_backward,
+    set_requires_gradient_sync,
+)
+from tests.harness.helpers import distributed
+from tests.programs import claims
+from tests.programs.models import rank_input, shard_root
+
+NUM_CHUNKS = 3
+
+
+class _Heads(nn.Module):
+    """Chooses one of two heads, and checkpoints its body if it `recomputes`."""
+
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 5)
+        self.heads = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+        self.norm = nn.LayerNorm(3)
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor, number: int = 0) -> Tensor:
+        """Choose the head by `number`."""
+        x = checkpoint(self.body, x, use_reentrant=False) if self.recomputes else self.body(x)
+        return self.norm(self.heads[number % 2](x.tanh()))
+
+
+def _shard(model: nn.Module, **options: Any) -> None:
+    for child in (model.body, *model.heads):
+        fully_shard(child, **options)
+    fully_shard(model, **options)
+
+
+def _shard_body(model: nn.Module, **options: Any) -> None:
+    fully_shard(model.body, **options)
+    fully_shard(model, **options)
+
+
+# --- with and without a reduction ---
+
+
+def _no_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+    return no_sync(model) if is_sharded(model) and not is_last else nullcontext()
+
+
+def _set(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+    if is_sharded(model):
+        set_requires_gradient_sync(model, is_last)
+    return nullcontext()
+
+
+def _set_last(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+    if is_sharded(model):
+        set_requires_gradient_sync(model, is_last)
+        set_is_last_backward(model, is_last)
+    return nullcontext()
+
+
+SETTINGS: dict[str, Callable[[nn.Module, bool], AbstractContextManager[Any]]] = {
+    "no_sync": _no_sync,
+    "set_requires_gradient_sync": _set,
+    "set_is_last_backward": _set_last,
+}
+
+
+class _Cached:
+    """Gradients of representations first; then chunk by chunk those of the model, in a hook.
+
+    Args:
+        setting: Tells the model in each chunk whether it is the last.
+        head: Of each chunk's number.
+        is_around: Whether the graph that has the hook is one of the model.
+        order: Numbers of the chunks; the last one reduces.
+    """
+
+    def __init__(
+        self,
+        setting: str,
+        *,
+        head: Callable[[int], int] = lambda number: number,
+        is_around: bool = False,
+        order: tuple[int, ...] = tuple(range(NUM_CHUNKS)),
+    ) -> None:
+        self.setting, self.head = SETTINGS[setting], head
+        self.is_around, self.order = is_around, order
+
+    def __call__(self, model: nn.Module, number: int) -> None:
+        """Run a microbatch."""
+        chunks = [
+            rank_input(4, 6, step=10 * number + chunk, dtype=torch.float64)
+            for chunk in range(NUM_CHUNKS)
+        ]
+        with torch.no_grad():
+            found = [model(x, self.head(i)) for i, x in enumerate(chunks)]
+        found = [each.requires_grad_() for each in found]
+        torch.cat(found).softmax(0).square().sum().backward()
+
+        def train(_: Tensor) -> None:
+            for chunk in self.order:
+                with torch.enable_grad(), self.setting(model, chunk == self.order[-1]):
+                    output = model(chunks[chunk], self.head(chunk))
+                    (output * found[chunk].grad).sum().backward()
+
+        if self.is_around:
+            output = model(chunks[0], self.head(0))
+            output.register_hook(train)
+            output.sum().backward()
+        else:
+            loss = torch.ones((), requires_grad=True)
+            loss.register_hook(train)
+            loss.backward()
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("is_around", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("shard", [shard_root, _shard_body, _shard])
+@claims.strategies
+@distributed(1, 2, 3)
+def test_last_backward_of_a_hook_reduces(
+    setting: str,
+    is_around: bool,
+    recomputes: bool,
+    shard: Callable[..., None],
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+) -> None:
+    """It reduces what the ones before have left, with the model's own graph around it or not."""
+    claims.assert_right(
+        lambda: _Heads(recomputes=recomputes),
+        _Cached(setting, is_around=is_around),
+        shard=shard,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+@claims.strategies
+@distributed(2, 3)
+def test_ranks_may_use_other_layers_in_a_hook(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """A rank that has no gradient of a unit takes part in its reduction."""
+    claims.assert_right(
+        _Heads,
+        _Cached("no_sync", head=lambda _: min(dist.get_rank(), 1)),
+        shard=_shard_body,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
