@@ -47,8 +47,7 @@ from tests.error_texts import matching
 from tests.harness.helpers import assert_equal, distributed
 from tests.programs.models import FULL, Net, Twins, loss_of, shard_blocks
 
-WHOLE = advice.WHOLE_NEEDED
-GRADIENT = advice.GRADIENTS
+IN_GRAPH = advice.IN_GRAPH
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 
 
@@ -78,55 +77,25 @@ def _param() -> nn.Parameter:
     return _encoder().head.weight
 
 
-def _step_with(kind: type[torch.optim.Optimizer]) -> None:
-    model = _encoder()
-    optimizer = kind(model.head.parameters() if kind is torch.optim.LBFGS else [model.head.weight])
-
-    def closure() -> Tensor:
-        loss = model(X).sum()
-        loss.backward()
-        return loss
-
-    closure()
-    optimizer.step(closure)
-
-
 def _layer_in_a_closure() -> None:
     model = _encoder()
     optimizer = torch.optim.LBFGS(model.parameters())
     optimizer.step(lambda: model.head(torch.ones(2, 8)).sum())
 
 
-def _mask_gradient(model: nn.Module) -> None:
-    model(X).sum().backward()
-    model.head.weight.grad.mul_(torch.ones(4, 8))
-
-
-def _join_gradients(model: nn.Module) -> None:
-    model(X).sum().backward()
-    torch.cat([model.head.weight.grad.view(-1), model.head.bias.grad])
-
-
 # By call: the program, the type of the error, what it says to do, and the parameter it names.
 CALLS: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
-    "layer": (lambda: _encoder().head(torch.ones(2, 8)), RuntimeError, WHOLE, "head.weight"),
-    "embedding": (lambda: _encoder().table(X), RuntimeError, WHOLE, "table.weight"),
-    "layer in a closure": (_layer_in_a_closure, RuntimeError, WHOLE, "head.weight"),
-    "forward": (lambda: _encoder().forward(X), RuntimeError, WHOLE, "table.weight"),
-    "method": (lambda: _encoder().encode(X), RuntimeError, WHOLE, "table.weight"),
-    "weight": (lambda: torch.ones(2, 8) @ _param().t(), RuntimeError, WHOLE, "head.weight"),
-    "rows": (lambda: list(_param()), RuntimeError, WHOLE, "head.weight"),
-    "DDP": (lambda: DistributedDataParallel(_encoder()), RuntimeError, WHOLE, "table.weight"),
-    "LBFGS": (lambda: _step_with(torch.optim.LBFGS), RuntimeError, GRADIENT, "head.weight"),
-    "Adafactor": (lambda: _step_with(torch.optim.Adafactor), RuntimeError, GRADIENT, "head.weight"),
-    "Muon": (lambda: _step_with(torch.optim.Muon), RuntimeError, GRADIENT, "head.weight"),
-    "gradients": (lambda: _join_gradients(_encoder()), RuntimeError, GRADIENT, "head.weight"),
-    "mask": (lambda: _mask_gradient(_encoder()), RuntimeError, advice.FULL_SIZE, "head.weight"),
-    "plain model": (
-        lambda: _Encoder().load_state_dict(_encoder().state_dict()),
+    "layer": (lambda: _encoder().head(torch.ones(2, 8)), RuntimeError, IN_GRAPH, "head.weight"),
+    "embedding": (lambda: _encoder().table(X), RuntimeError, IN_GRAPH, "table.weight"),
+    "layer in a closure": (_layer_in_a_closure, RuntimeError, IN_GRAPH, "head.weight"),
+    "forward": (lambda: _encoder().forward(X), RuntimeError, IN_GRAPH, "table.weight"),
+    "method": (lambda: _encoder().encode(X), RuntimeError, IN_GRAPH, "table.weight"),
+    "weight": (lambda: torch.ones(2, 8) @ _param().t(), RuntimeError, IN_GRAPH, "head.weight"),
+    "DDP": (
+        lambda: DistributedDataParallel(_encoder()),
         RuntimeError,
-        advice.INTO_PLAIN,
-        "head.weight",
+        "its own backward reduces the gradients",
+        "scale",
     ),
     "numpy": (lambda: _param().detach().numpy(), RuntimeError, advice.VALUES, "head.weight"),
     "dlpack": (

@@ -29,8 +29,9 @@ WHOLE_NEEDED = (
 )
 AT_REST = (
     "Only the forward of its unit reduces its gradient, which would be that of this rank alone: "
-    f"use the parameter there. {_IN_TRAINING} The gradient of a penalty on weights alone can be "
-    "added after a backward: p.grad.add_(p.detach(), alpha=...)."
+    "use the parameter there, or in a method after register_forward_method(module, name). "
+    f"{_IN_TRAINING} The gradient of a penalty on weights alone can be added after a backward: "
+    "p.grad.add_(p.detach(), alpha=...)."
 )
 HIDDEN = f"{_IN_UNIT} call register_orig_params(module) to have shards at rest. {_IN_TRAINING}"
 VALUES = (

@@ -113,7 +113,7 @@ def test_method_that_is_not_registered_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"only the forward of its unit gives"):
         model.encode(torch.ones(2, 15))
     with pytest.raises(RuntimeError, match=r"'scale'.*register_forward_method\(module, name\)"):
-        model.generate(torch.ones(2, 15))
+        model.generate(torch.ones(2, 15)).sum().backward()
     register_forward_method(model, "encode")
     register_forward_method(model, "encode")
     with pytest.raises(TypeError, match="unexpected keyword"):

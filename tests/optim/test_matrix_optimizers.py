@@ -327,20 +327,16 @@ def test_step_between_forward_and_backward_raises_on_all_ranks() -> None:
 @pytest.mark.parametrize("granularity", ["element", "row", Block(16)], ids=str)
 @distributed(2)
 def test_other_granularities_gather_whole_matrices(name: str, granularity: Granularity) -> None:
-    """Two steps are those of the plain model; the step warns once, with its bytes."""
-    torch.manual_seed(0)
-    plain, model = Net(), Net()
-    model.load_state_dict(plain.state_dict())
-    shard_blocks(model, granularity=granularity)
-    for each in (plain, model):
-        optimizer = OPTIMIZERS[name](each)[0]
-        for _ in range(2):
-            loss_of(each).backward()
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
+    """Two steps are those of the plain model; only the first warns."""
+    twins = Twins(Net, partial(shard_blocks, granularity=granularity))
+    optimizers = [OPTIMIZERS[name](model)[0] for model in twins]
+    twins.step(loss_of)
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for optimizer in optimizers:
                 optimizer.step()
-            optimizer.zero_grad()
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+    for param, expected in zip(twins.sharded.parameters(), twins.plain.parameters(), strict=True):
         assert isinstance(param, FlatShard)
         torch.testing.assert_close(param.full_tensor(), expected.detach(), rtol=1e-3, atol=1e-4)
     assert not seen
