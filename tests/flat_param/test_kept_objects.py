@@ -45,7 +45,7 @@ class Collecting(nn.Module):
         return x * self.weights[2]
 
 
-class Model(nn.Module):
+class CollectingModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(Collecting(), Collecting())
@@ -55,43 +55,43 @@ class Model(nn.Module):
         return result
 
 
-def _shard(model: nn.Module, **options: Any) -> None:
+def _shard_collecting(model: nn.Module, **options: Any) -> None:
     fully_shard(model.body[0], **options)
     fully_shard(model, **options)
 
 
-def _loss(model: nn.Module, number: int) -> Tensor:
+def _loss_of_number(model: nn.Module, number: int) -> Tensor:
     return square_mean(model(rank_input(3, 5, step=number, dtype=torch.float64)))
 
 
-def sets_data(model: nn.Module, number: int) -> None:
+def halves_data(model: nn.Module, number: int) -> None:
     """`p.data = x` before each microbatch."""
     for param in model.parameters():
         param.data = param.data * 0.5
-    _loss(model, number).backward()
+    _loss_of_number(model, number).backward()
 
 
-def swaps_averages(model: nn.Module, number: int) -> None:
+def backs_through_averages(model: nn.Module, number: int) -> None:
     """Averages for an evaluation, and the weights back."""
     params = list(model.parameters())
     backup = [param.data for param in params]
     for param in params:
         param.data = param.data * 2
     with torch.no_grad():
-        averaged = _loss(model, number)
+        averaged = _loss_of_number(model, number)
     for param, value in zip(params, backup, strict=True):
         param.data = value
-    (averaged * _loss(model, number)).backward()
+    (averaged * _loss_of_number(model, number)).backward()
 
 
 def converts(model: nn.Module, number: int) -> None:
     """To other dtypes and back."""
-    _loss(model, number)
+    _loss_of_number(model, number)
     model.float()
     with torch.no_grad():
         model(rank_input(3, 5, step=number))
     model.double()
-    _loss(model, number).backward()
+    _loss_of_number(model, number).backward()
 
 
 def _set_mult(model: nn.Module, value: float) -> None:
@@ -103,26 +103,26 @@ def _set_mult(model: nn.Module, value: float) -> None:
 def sets_attributes(model: nn.Module, number: int) -> None:
     """A schedule sets an attribute that the forward reads."""
     _set_mult(model, 1.0 + number)
-    _loss(model, number).backward()
+    _loss_of_number(model, number).backward()
 
 
 def sets_attributes_of_full(model: nn.Module, number: int) -> None:
     """An attribute that is set between `unshard` and `reshard`."""
-    _loss(model, number)
+    _loss_of_number(model, number)
     if is_sharded(model):
         unshard(model, recurse=True)
     _set_mult(model, 1.0 + number)
     if is_sharded(model):
         reshard(model, recurse=True)
-    _loss(model, number).backward()
+    _loss_of_number(model, number).backward()
 
 
 def sets_attributes_in_a_scope(model: nn.Module, number: int) -> None:
     """An attribute that is set inside `unshard_params`."""
-    _loss(model, number)
+    _loss_of_number(model, number)
     with unshard_params(model) if is_sharded(model) else nullcontext():
         _set_mult(model, 1.0 + number)
-    _loss(model, number).backward()
+    _loss_of_number(model, number).backward()
 
 
 def assigns_own_data(model: nn.Module, number: int) -> None:
@@ -137,7 +137,7 @@ def assigns_own_data(model: nn.Module, number: int) -> None:
                 layer.weight.set_(layer.weight.data)
 
     hooks = [each.register_forward_pre_hook(convert) for each in model.body]
-    _loss(model, number).backward()
+    _loss_of_number(model, number).backward()
     for hook in hooks:
         hook.remove()
 
@@ -161,14 +161,14 @@ def parametrizes(model: nn.Module, number: int) -> None:
 
     for module in model.body:
         module.forward = partial(forward, module)
-    _loss(model, number).backward()
+    _loss_of_number(model, number).backward()
     for module in model.body:
         del module.forward
 
 
 PROGRAMS = [
-    sets_data,
-    swaps_averages,
+    halves_data,
+    backs_through_averages,
     converts,
     sets_attributes,
     sets_attributes_of_full,
@@ -191,7 +191,13 @@ def test_what_a_forward_has_kept_is_the_parameter(
     program: Callable[[nn.Module, int], None], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     """Gradients and values are those of the plain model, whatever builds the parameters anew."""
-    assert_right(Model, program, shard=_shard, strategy=strategy, use_orig_params=use_orig_params)
+    assert_right(
+        CollectingModel,
+        program,
+        shard=_shard_collecting,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
@@ -202,11 +208,11 @@ def test_a_copy_computes_with_its_own_parameters(
 ) -> None:
     """Also a copy of a copy, and after the first model has been trained further."""
     torch.manual_seed(0)
-    plain = Model().double()
+    plain = CollectingModel().double()
     model = copy.deepcopy(plain)
-    _shard(model, strategy=strategy, use_orig_params=use_orig_params)
+    _shard_collecting(model, strategy=strategy, use_orig_params=use_orig_params)
     for each in (plain, model):
-        _loss(each, 0)
+        _loss_of_number(each, 0)
         _set_mult(each, 3.0)
     twins = [copy.deepcopy(copy.deepcopy(each)) for each in (plain, model)]
     _set_mult(twins[0], 3.0)  # torch's own copy of a parameter has no attributes
@@ -214,7 +220,7 @@ def test_a_copy_computes_with_its_own_parameters(
         for param in each.parameters():
             param.data = param.data * 0
     for each in twins:
-        _loss(each, 1).backward()
+        _loss_of_number(each, 1).backward()
     average_gradients(twins[0].parameters())
     with unshard_params(twins[1], writeback=False, with_grads=True):
         for name, param in twins[1].named_parameters():

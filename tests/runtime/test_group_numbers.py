@@ -20,7 +20,7 @@ from tests.programs.models import Net, loss_of, make_net, shard_blocks
 _STRATEGIES = list(ShardingStrategy)
 
 
-def _step(model: nn.Module, *optimizers: Optimizer) -> None:
+def _step_all(model: nn.Module, *optimizers: Optimizer) -> None:
     loss_of(model).backward()
     for optimizer in optimizers:
         optimizer.step()
@@ -37,7 +37,7 @@ def test_a_rate_of_one_rank_is_named_before_it_is_used(
     model = make_net(strategy=strategy, granularity=granularity)
     first, second = list(model.parameters())[:2], list(model.parameters())[2:]
     optimizer = AdamW([{"params": first}, {"params": second}], lr=0.25)
-    _step(model, optimizer)
+    _step_all(model, optimizer)
     optimizer.param_groups[1]["lr"] /= 1 + dist.get_rank()
     with pytest.raises(RuntimeError, match="not in step") as caught:
         loss_of(model).backward()
@@ -66,17 +66,17 @@ def test_every_kind_of_number_is_compared(key: str) -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     for value in (_DIFFERENT[key][0], torch.ones(2), object()):
         optimizer.param_groups[0][key] = value
-        _step(model, optimizer)
+        _step_all(model, optimizer)
     optimizer.param_groups[0][key] = _DIFFERENT[key][dist.get_rank()]
     with pytest.raises(RuntimeError, match=rf"rank 1 is in .*param_groups\[0\]\['{key}'\] = "):
-        _step(model, optimizer)
+        _step_all(model, optimizer)
     optimizer.param_groups[0].pop(key)
     optimizer.step()
-    _step(model, optimizer)
+    _step_all(model, optimizer)
     if dist.get_rank():
         optimizer.param_groups[0][key] = 1
     with pytest.raises(RuntimeError, match=rf"rank 0 is in .*param_groups\[0\]\['{key}'\] missing"):
-        _step(model, optimizer)
+        _step_all(model, optimizer)
 
 
 @distributed(2)
@@ -88,13 +88,13 @@ def test_settings_of_a_rank_are_its_own() -> None:
     rank = dist.get_rank()
     group["foreach"], group["seed"] = bool(rank), rank
     group["noise"], group["hook"] = torch.full((2,), float(rank)), object()
-    before = _first(model)
+    before = _first_value(model)
     for _ in range(3):
-        _step(model, optimizer)
-    assert not torch.equal(_first(model), before)
+        _step_all(model, optimizer)
+    assert not torch.equal(_first_value(model), before)
 
 
-def _first(model: nn.Module) -> Tensor:
+def _first_value(model: nn.Module) -> Tensor:
     param: Any = next(iter(model.parameters()))
     return param.detach().full_tensor().clone()  # type: ignore[no-any-return]
 
@@ -120,14 +120,14 @@ def test_optimizers_that_a_rank_has_alone_are_not_compared(
     optimizers += [] if len(optimizers) == 1 else [SGD(params, lr=0.0)]
     same = make_net(granularity="param")
     for _ in range(12):  # by then identities are not exchanged any more
-        _step(model, *optimizers)
-        _step(same, SGD(same.parameters(), lr=0.1))
+        _step_all(model, *optimizers)
+        _step_all(same, SGD(same.parameters(), lr=0.1))
     assert _num_collectives(model, *optimizers) == _num_collectives(same)
 
 
 def _num_collectives(model: nn.Module, *optimizers: Optimizer) -> int:
     with count_collectives() as log:
-        _step(model, *optimizers)
+        _step_all(model, *optimizers)
     return len(log.events)
 
 
@@ -153,12 +153,12 @@ def test_a_step_size_of_all_parameters_is_refused_where_ranks_see_their_own() ->
     model = make_net()
     optimizer = _GlobalStep(model.parameters())
     for _ in range(3):
-        _step(model, optimizer)
+        _step_all(model, optimizer)
     model = make_net(granularity="param")
     optimizer = _GlobalStep(model.parameters())
-    _step(model, optimizer)
+    _step_all(model, optimizer)
     with pytest.raises(RuntimeError, match=r"_GlobalStep.*\['d'\] = .*needs a granularity other"):
-        _step(model, optimizer)
+        _step_all(model, optimizer)
 
 
 @on_device(num_ranks=2)

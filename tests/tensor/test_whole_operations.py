@@ -29,7 +29,7 @@ from tests.harness.helpers import assert_equal, distributed
 Named = dict[str, Tensor]
 
 
-class Net(nn.Module):
+class UnevenNet(nn.Module):
     """Parameters of odd shapes, two of one shape, a filter and a bias."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
-def _assign(target: Tensor, index: Any, value: Any) -> None:
+def _set_item(target: Tensor, index: Any, value: Any) -> None:
     target[index] = value
 
 
@@ -112,11 +112,11 @@ OPERATIONS: dict[str, Callable[[Named], Any]] = {
     "columns in chunks": lambda p: [x.mul_(i) for i, x in enumerate(p["a.weight"].chunk(2, 1))],
     "rows one by one": lambda p: [row.sum() for row in p["a.weight"]],
     "mask read": lambda p: p["a.weight"][p["a.weight"] > 0],
-    "mask write": lambda p: _assign(p["a.weight"], p["b.weight"] > 0, 5.0),
-    "plain mask write": lambda p: _assign(p["a.weight"], torch.eye(7, 5).bool(), 5.0),
+    "mask write": lambda p: _set_item(p["a.weight"], p["b.weight"] > 0, 5.0),
+    "plain mask write": lambda p: _set_item(p["a.weight"], torch.eye(7, 5).bool(), 5.0),
     "index read": lambda p: p["a.weight"][torch.tensor([4, 1])],
-    "index write": lambda p: _assign(p["a.weight"], torch.tensor([4, 1]), torch.ones(2, 5)),
-    "row from rows": lambda p: _assign(p["a.weight"], -1, p["a.weight"][:-1].mean(0)),
+    "index write": lambda p: _set_item(p["a.weight"], torch.tensor([4, 1]), torch.ones(2, 5)),
+    "row from rows": lambda p: _set_item(p["a.weight"], -1, p["a.weight"][:-1].mean(0)),
     "rows from rows": lambda p: p["a.weight"][0:2].copy_(p["a.weight"][4:6]),
     "index_add": lambda p: p["a.weight"].index_add_(0, torch.tensor([1, 1]), torch.ones(2, 5)),
     "scatter": lambda p: p["a.weight"].scatter_(1, torch.ones(7, 1, dtype=torch.long), 2.0),
@@ -187,7 +187,7 @@ def _compare_operations(shard_net: Callable[[nn.Module], None]) -> None:
     wrong = []
     for name, operation in OPERATIONS.items():
         torch.manual_seed(1)
-        plain = Net()
+        plain = UnevenNet()
         net = copy.deepcopy(plain)
         shard_net(net)
         grads = {
@@ -255,7 +255,7 @@ def test_operations_at_rest_on_a_tensor_parallel_mesh() -> None:
 @distributed(2)
 def test_models_that_are_sharded_differently_combine() -> None:
     """A student's average in a teacher of other units, a policy beside its reference."""
-    student, teacher = Net(), Net()
+    student, teacher = UnevenNet(), UnevenNet()
     plain = [copy.deepcopy(student), copy.deepcopy(teacher)]
     fully_shard(student)
     fully_shard(teacher.a, granularity="row")
@@ -272,7 +272,7 @@ def test_models_that_are_sharded_differently_combine() -> None:
 @distributed(2)
 def test_what_an_operation_sends() -> None:
     """A part: nothing. A reduction: the result. A gather: the operands, in one message."""
-    net = Net()
+    net = UnevenNet()
     fully_shard(net.a)
     fully_shard(net)
     a, b = net.a.weight.detach(), net.b.weight.detach()
@@ -298,7 +298,7 @@ def test_what_an_operation_sends() -> None:
 @distributed(2)
 def test_a_gather_is_announced_once_for_each_line() -> None:
     """With its bytes; an elementwise operation is not."""
-    net = Net()
+    net = UnevenNet()
     fully_shard(net)
     weight = net.a.weight.detach()
     with warnings.catch_warnings(record=True) as seen:
@@ -318,7 +318,7 @@ def test_a_gather_is_announced_once_for_each_line() -> None:
 def test_gathers_at_rest_can_be_refused() -> None:
     """On every rank, before anything is sent or changed; what needs none runs."""
     for use_orig_params in (True, False):
-        net = Net()
+        net = UnevenNet()
         fully_shard(net, use_orig_params=use_orig_params)
         set_gathers_at_rest(net, False)
         param = next(net.parameters()).detach()
@@ -334,7 +334,7 @@ def test_gathers_at_rest_can_be_refused() -> None:
 @distributed(2)
 def test_parameters_have_addresses_of_their_own() -> None:
     """Libraries key state by `data_ptr()`: distinct, equal for aliases, constant over a step."""
-    net = Net()
+    net = UnevenNet()
     net.tied = net.b
     fully_shard(net.a)
     fully_shard(net)
