@@ -48,10 +48,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.optim import Optimizer
 
 from benchmarks import report
 from benchmarks.optimizer_lists import BOTH, CLOSURE, GRAPH, LOSS, Case, all_cases
 from composable_shard import ShardingStrategy, fully_shard, register_orig_params
+from composable_shard.tensor.gathering import gathered_in_step
 
 NUM_RANKS, LIMIT_S, GROUP_TIMEOUT_S = 2, 90, 20
 RIGHT, CLOSE = 1e-3, 2e-2
@@ -111,7 +113,8 @@ def _loss(model: Net, step: int) -> Tensor:
     return nn.functional.cross_entropy(model(words).flatten(0, 1), classes.flatten())
 
 
-def _train(case: Case, mode: str) -> dict[str, Tensor]:
+def _train(case: Case, mode: str) -> tuple[dict[str, Tensor], int]:
+    """Return the trained parameters, and the bytes that the last step has gathered at rest."""
     torch.manual_seed(0)
     model = Net()
     _shard(model, mode)
@@ -123,7 +126,9 @@ def _train(case: Case, mode: str) -> dict[str, Tensor]:
         _step(case.kind, model, optimizer, step)
     if callable(getattr(optimizer, "eval", None)):
         optimizer.eval()
-    return _values(model, mode)
+    inner = [optimizer, getattr(optimizer, "optimizer", None)]
+    nbytes = sum(gathered_in_step(each) for each in inner if isinstance(each, Optimizer))
+    return _values(model, mode), nbytes
 
 
 def _step(kind: str, model: Net, optimizer: Any, step: int) -> None:
@@ -152,6 +157,7 @@ class _Ended(NamedTuple):
     values: dict[str, Any]
     error: str = ""
     has_raised: bool = False  # false also if it hung or died
+    nbytes: int = 0  # gathered at rest in the last step
 
 
 def _run_rank(rank: int, case: Case, mode: str, end: Connection, store: str) -> None:
@@ -167,8 +173,9 @@ def _run_rank(rank: int, case: Case, mode: str, end: Connection, store: str) -> 
                 world_size=NUM_RANKS,
                 timeout=timedelta(seconds=GROUP_TIMEOUT_S),
             )
-        values = _train(case, mode)
-        ended = _Ended({name: value.float().numpy() for name, value in values.items()})
+        values, nbytes = _train(case, mode)
+        found = {name: value.float().numpy() for name, value in values.items()}
+        ended = _Ended(found, nbytes=nbytes)
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error}"[:600]
@@ -221,7 +228,8 @@ def _judge(plain: _Ended, ranks: Sequence[_Ended]) -> tuple[str, str]:
         for name in plain.values
     )
     verdict = "right" if largest < RIGHT else "close" if largest < CLOSE else "different"
-    return verdict, f"{largest:.1e} of {where}"
+    gathers = f"; a step gathers {ranks[0].nbytes:,} bytes" if ranks[0].nbytes else ""
+    return verdict, f"{largest:.1e} of {where}{gathers}"
 
 
 def _difference(plain: _Ended, name: str, value: Any) -> float:

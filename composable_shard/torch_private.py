@@ -182,6 +182,8 @@ overload_name_of: Callable[[OpOverload], str] = attrgetter("_overloadname")
 TensorBase = torch._C.TensorBase
 VariableFunctions = torch._C._VariableFunctions
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+# Where an op on a wrapper changes the wrapper's own shape and strides.
+no_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
 swap_tensors: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl

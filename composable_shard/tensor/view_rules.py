@@ -7,24 +7,53 @@ shape of the whole, its transpose, or a range of rows. Any other view is a Strid
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from composable_shard.tensor.concatenation import ConcatSpec, run_of_parts
 from composable_shard.tensor.flat_shard import FlatShard, wrap
-from composable_shard.tensor.operands import unsupported
+from composable_shard.tensor.operands import schema_arguments, unsupported
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.tensor.strided_view import Geometry, StridedView
-from composable_shard.torch_private import OpOverload
+from composable_shard.torch_private import OpOverload, no_dispatch, schema_of
 
 aten = torch.ops.aten
 
 
 def view_family(func: OpOverload) -> Rule | None:
-    """Return a rule if the op returns views of its one tensor."""
+    """Return a rule if the op returns views of its one tensor, or makes the tensor one of them."""
+    if torch.Tag.inplace_view in func.tags:
+        view = _view_op_of(func)
+        return None if view is None else partial(_become, view)
     return _view if func.is_view else None
+
+
+def _view_op_of(func: OpOverload) -> OpOverload | None:
+    """Return the op whose view the tensor becomes; `aten.transpose.int` for `transpose_`."""
+    packet = getattr(aten, schema_of(func).name.removeprefix("aten::").removesuffix("_"), None)
+    types = [str(argument.type) for argument in schema_arguments(func)]
+    for name in () if packet in (None, aten.detach, aten.as_strided) else packet.overloads():
+        view: OpOverload = getattr(packet, name)
+        if view.is_view and types == [str(argument.type) for argument in schema_arguments(view)]:
+            return view
+    return None
+
+
+def _become(
+    view: OpOverload, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> FlatShard:
+    """Give a shard the form of its view, as `transpose_` does; not a parameter."""
+    shard: FlatShard = args[0]
+    after = None if shard._guard is not None else _view(view, args, kwargs)
+    if after is None or StridedView in (type(shard), type(after)):
+        raise unsupported(func, args)
+    with no_dispatch():
+        func(*args, **kwargs)
+    shard._local, shard._shard_spec = after._local, after._shard_spec
+    return shard
 
 
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -392,3 +392,27 @@ def test_lbfgs_is_right_and_keeps_its_history_in_parts() -> None:
     assert direction._local.numel() < direction.numel()
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(param.full_tensor(), expected, atol=1e-4)
+
+
+@distributed(2)
+def test_a_gradient_is_transposed_in_place() -> None:
+    """As Shampoo's loops do; a parameter is not."""
+    torch.manual_seed(2)
+    plain = UnevenNet()
+    model = fully_shard(copy.deepcopy(plain))
+    for each in (plain, model):
+        each(torch.ones(2, 5)).sum().backward()
+    found, expected = model.a.weight.grad, plain.a.weight.grad
+    assert found is not None
+    assert expected is not None
+    for grad in (found, expected):
+        alias = grad.data
+        assert alias.transpose_(0, 1) is alias
+        assert alias.shape == (5, 7)
+        alias.mul_(torch.arange(7.0))
+        alias.unsqueeze_(0).squeeze_(0).t_()
+        alias.add_(1)
+    assert torch.equal(found.full_tensor(), expected)
+    with pytest.raises(RuntimeError, match=r"t_ .*'a\.weight'"):
+        model.a.weight.detach().t_()
+    assert model.a.weight.shape == (7, 5)
