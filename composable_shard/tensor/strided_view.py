@@ -28,14 +28,14 @@ class Geometry:
     start: int
 
     def apply(
-        self, func: OpOverload, numel: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, func: OpOverload, base: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Geometry | list[Geometry] | None:
-        """Return the geometry after a view op, worked out on a tensor without data.
+        """Return the geometry after a view op on elements of `base`, worked out without data.
 
         A list for an op with several results; None if it reinterprets the elements.
         """
-        base = torch.empty(numel, device="meta").as_strided(self.shape, self.stride, self.start)
-        found = func(base, *args, **kwargs)
+        empty = torch.empty(base.numel(), dtype=base.dtype, device="meta")
+        found = func(empty.as_strided(self.shape, self.stride, self.start), *args, **kwargs)
         views = found if isinstance(found, list | tuple) else [found]
         if any(view.dtype != base.dtype or view.is_neg() or view.is_conj() for view in views):
             return None

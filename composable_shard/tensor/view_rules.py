@@ -62,7 +62,7 @@ def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         base, before = shard.base, shard.geometry
     else:
         base, before = shard, Geometry(shard.shape, shard._shard_spec.stride, 0)
-    after = before.apply(func, base.numel(), args[1:], kwargs)
+    after = before.apply(func, base, args[1:], kwargs)
     if after is None:
         raise unsupported(func, args)
     if isinstance(after, list):
@@ -106,6 +106,15 @@ def run_of(shard: FlatShard, geometry: Geometry) -> FlatShard:
         begin = start + geometry.start - shard._shard_spec.local_range[0] if end > start else 0
         local = local[begin : begin + end - start]
     return FlatShard(local, spec, guard=shard._guard)
+
+
+def _view_as_dtype(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
+    """View the bits of each element as another dtype of its size, as stochastic rounding does."""
+    shard: FlatShard = args[0]
+    dtype: torch.dtype = args[1]
+    if isinstance(shard, StridedView) or dtype.itemsize != shard.dtype.itemsize:
+        raise unsupported(func, args)
+    return FlatShard(shard._local.view(dtype), shard._shard_spec, guard=shard._guard)
 
 
 def _view_as_real(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
@@ -157,6 +166,7 @@ _VIEWS = (
 
 RULES: dict[OpOverload, Rule] = {
     **dict.fromkeys(_VIEWS, _view),
+    aten.view.dtype: _view_as_dtype,
     aten.view_as_real.default: _view_as_real,
     aten.view_as_complex.default: _view_as_complex,
     aten._conj.default: _conjugate,

@@ -416,3 +416,20 @@ def test_a_gradient_is_transposed_in_place() -> None:
     with pytest.raises(RuntimeError, match=r"t_ .*'a\.weight'"):
         model.a.weight.detach().t_()
     assert model.a.weight.shape == (7, 5)
+
+
+@distributed(2)
+def test_bits_are_viewed_as_another_dtype() -> None:
+    """As stochastic rounding does; of another size they would be a copy, and writes be lost."""
+    torch.manual_seed(2)
+    plain = UnevenNet()
+    model = fully_shard(copy.deepcopy(plain))
+    for each in (plain, model):
+        weight = each.a.weight.detach()
+        weight.view(torch.int32).bitwise_and_(-65536)
+        bits = weight.view(torch.int32) + 65536
+        weight.add_(bits.view(torch.float32))
+    assert torch.equal(model.a.weight.full_tensor(), plain.a.weight)
+    for kind in (torch.uint8, torch.float64):
+        with pytest.raises(RuntimeError, match=r"aten\.view .*'a\.weight'.* p\.full_tensor"):
+            model.a.weight.detach().view(-1).view(kind)
