@@ -87,6 +87,8 @@ def _torch() -> Iterator[Case]:
         yield Case(f"torch.{name}", _with_rate(getattr(torch.optim, name)))
     lbfgs = torch.optim.LBFGS
     yield Case("torch.LBFGS", lambda model: lbfgs(model.parameters(), lr=0.5), CLOSURE)
+    search = partial(lbfgs, max_iter=4, line_search_fn="strong_wolfe")
+    yield Case("torch.LBFGS (line search)", lambda model: search(model.parameters()), CLOSURE)
     yield Case("torch.Muon", lambda model: torch.optim.Muon(_matrices(model), lr=1e-2))
 
 
@@ -99,7 +101,8 @@ _PO_KINDS = {
     **dict.fromkeys(("adahessian", "sophiah"), GRAPH),
     **{"alig": LOSS, "lbfgs": CLOSURE, "bsam": BOTH},
 }
-_PO_DRAWS = frozenset({"kron", "magma"})
+_PO_MUONS = frozenset({"muon", "adamuon", "adago", "distributedmuon", "muonclip", "normuon"})
+_PO_DRAWS = frozenset({"kron", "magma", "bsam"})
 
 
 def _pytorch_optimizer() -> Iterator[Case]:
@@ -121,13 +124,15 @@ def _adamw(model: nn.Module) -> AdamW:
 
 def _build_po(cls: Any, name: str, model: nn.Module) -> Any:
     parameters = _parameters_of(cls)
-    if name in {"muon", "adamuon", "adago", "distributedmuon"} or "use_muon" in str(parameters):
+    if name in {"spectralsphere", "lorarite"}:
+        return cls(_matrices(model), lr=1e-2)
+    if name in _PO_MUONS or "use_muon" in str(parameters):
         large = [param for param in model.parameters() if param.ndim >= 2]
         small = [param for param in model.parameters() if param.ndim < 2]
         groups = [{"params": large, "use_muon": True}, {"params": small, "use_muon": False}]
         return cls(groups, lr=1e-2)
     options: dict[str, Any] = {"lr": 1e-2} if "lr" in parameters else {}
-    for option, value in (("num_iterations", _SHORT), ("model", None)):
+    for option, value in (("num_iterations", _SHORT), ("num_data", 42), ("model", None)):
         if option in parameters and parameters[option].default is inspect.Parameter.empty:
             if option == "model":
                 return cls(model, **options)

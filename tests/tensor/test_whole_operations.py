@@ -433,3 +433,17 @@ def test_bits_are_viewed_as_another_dtype() -> None:
     for kind in (torch.uint8, torch.float64):
         with pytest.raises(RuntimeError, match=r"aten\.view .*'a\.weight'.* p\.full_tensor"):
             model.a.weight.detach().view(-1).view(kind)
+
+
+@distributed(2)
+def test_lbfgs_of_owned_parameters_is_refused() -> None:
+    """Each rank would take a step of its own."""
+    torch.manual_seed(2)
+    model = _Two()
+    for module in (model.a, model.b, model):
+        fully_shard(module, granularity="param")
+    before = [param.full_tensor() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"cat joins '[ab]\.\w+' .*default granularity"):
+        _lbfgs(model, torch.optim.LBFGS)
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.full_tensor(), value)
