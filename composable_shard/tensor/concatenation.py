@@ -10,7 +10,8 @@ other ops run on the whole vector, whose elements are gathered and put into orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -29,10 +30,14 @@ class ConcatSpec(ShardSpec):
 
     Attributes:
         parts: A 1-D spec for each part, in order.
+        firsts: The first element of each part in the vector.
+        helds: The first element of each part in what this rank holds.
         local_range: `(0, elements that this rank holds)`: the vector has no flat range.
     """
 
     parts: tuple[ShardSpec, ...] = field(kw_only=True)
+    firsts: tuple[int, ...] = field(kw_only=True, compare=False)
+    helds: tuple[int, ...] = field(kw_only=True, compare=False)
 
     @property
     def numels(self) -> list[int]:
@@ -66,12 +71,6 @@ class ConcatSpec(ShardSpec):
         raise RuntimeError(
             f"the vector of {self.label} can't be saved in parts. Take full_tensor() on all ranks."
         )
-
-    def starts(self) -> Iterator[tuple[ShardSpec, int, int]]:
-        """Yield each part with its first element in the vector, and in what this rank holds."""
-        first = accumulate((part.numel for part in self.parts), initial=0)
-        held = accumulate((_num_held(part) for part in self.parts), initial=0)
-        yield from zip(self.parts, first, held, strict=False)
 
 
 def _num_held(spec: ShardSpec) -> int:
@@ -115,6 +114,8 @@ def _spec_of(parts: Sequence[ShardSpec]) -> ShardSpec:
         label=ParamLabel(f"{first.label.fqn} to {last.label.fqn}"),
         is_split=first.is_split,
         parts=tuple(parts),
+        firsts=tuple(accumulate((part.numel for part in parts[:-1]), initial=0)),
+        helds=tuple(accumulate(map(_num_held, parts[:-1]), initial=0)),
     )
 
 
@@ -133,7 +134,13 @@ def run_of_parts(
     assert isinstance(spec, ConcatSpec)
     found: list[FlatShard] = []
     first_held = None
-    for part, begin, held in spec.starts():
+    # From the part that has the first element, or one of no elements before it, on.
+    index = max(bisect_left(spec.firsts, start) - 1, 0)
+    for part, begin, held in zip(
+        spec.parts[index:], spec.firsts[index:], spec.helds[index:], strict=True
+    ):
+        if begin > end:
+            break
         low, high = max(start, begin), min(end, begin + part.numel)
         if low < high or (not numel and begin == start):
             shard = wrap(local[held : held + _num_held(part)], part)
