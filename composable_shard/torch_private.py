@@ -1,7 +1,7 @@
 """Every private name of torch that this library uses; no other module uses one.
 
-Each name was checked on torch 2.13 by the suite, and on 2.11 and 2.15 by a part of it. A version
-that lacks one fails here, at import, instead of in the middle of a step.
+Each name was checked on torch 2.13 by the suite, and on 2.11, 2.14.1 and 2.15 by a part of it. A
+version that lacks one fails here, at import, instead of in the middle of a step.
 
 [Note: Many getters]
 Each getter, setter and function asks a tensor of a subclass for `__torch_function__`, by a string

@@ -213,7 +213,9 @@ def _check_inside(model: nn.Module, flags: dict[str, bool]) -> None:
 def _assert_own_memory(model: nn.Module, param: Tensor, *, with_grad: bool) -> None:
     """Assert that a parameter, and a gradient that is shown, share no memory with a handle."""
     buffers = [b for h in get_handles(model) for b in (h.local_shard, h.unsharded)]
-    pointers = {buffer.untyped_storage().data_ptr() for buffer in buffers if buffer.numel()} - {0}
+    pointers = {
+        buffer.untyped_storage().data_ptr() for buffer in buffers if buffer.untyped_storage().size()
+    } - {0}
     for tensor in (param, param.grad if with_grad else None):
         assert tensor is None or tensor.untyped_storage().data_ptr() not in pointers
 
