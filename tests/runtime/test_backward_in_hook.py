@@ -43,7 +43,7 @@ class _Heads(nn.Module):
         return self.norm(self.heads[number % 2](x.tanh()))
 
 
-def _shard(model: nn.Module, **options: Any) -> None:
+def _shard_parts(model: nn.Module, **options: Any) -> None:
     for child in (model.body, *model.heads):
         fully_shard(child, **options)
     fully_shard(model, **options)
@@ -57,7 +57,7 @@ def _shard_body(model: nn.Module, **options: Any) -> None:
 # --- with and without a reduction ---
 
 
-def _no_sync(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+def _no_sync_but_last(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
     return no_sync(model) if is_sharded(model) and not is_last else nullcontext()
 
 
@@ -75,7 +75,7 @@ def _set_last(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
 
 
 SETTINGS: dict[str, Callable[[nn.Module, bool], AbstractContextManager[Any]]] = {
-    "no_sync": _no_sync,
+    "no_sync": _no_sync_but_last,
     "set_requires_gradient_sync": _set,
     "set_is_last_backward": _set_last,
 }
@@ -132,7 +132,7 @@ class _Cached:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("is_around", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("shard", [shard_root, _shard_body, _shard])
+@pytest.mark.parametrize("shard", [shard_root, _shard_body, _shard_parts])
 @claims.strategies
 @distributed(1, 2, 3)
 def test_last_backward_of_a_hook_reduces(
