@@ -58,7 +58,7 @@ class CollectingModel(nn.Module):
         return result
 
 
-def _shard_first(model: nn.Module, **options: Any) -> None:
+def _shard_collecting(model: nn.Module, **options: Any) -> None:
     fully_shard(model.body[0], **options)
     fully_shard(model, **options)
 
@@ -255,7 +255,7 @@ def test_what_a_forward_has_kept_is_the_parameter(
     assert_right(
         CollectingModel,
         program,
-        shard=_shard_first,
+        shard=_shard_collecting,
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
@@ -271,7 +271,7 @@ def test_a_copy_computes_with_its_own_parameters(
     torch.manual_seed(0)
     plain = CollectingModel().double()
     model = copy.deepcopy(plain)
-    _shard_first(model, strategy=strategy, use_orig_params=use_orig_params)
+    _shard_collecting(model, strategy=strategy, use_orig_params=use_orig_params)
     for each in (plain, model):
         _collecting_loss(each, 0)
         _set_mult(each, 3.0)
@@ -296,7 +296,7 @@ def test_first_rank_edits_what_it_has_kept(
 ) -> None:
     """`rank0_only` writes its edits on all ranks; elsewhere a kept object is the shard."""
     model = CollectingModel().double()
-    _shard_first(model, strategy=strategy, use_orig_params=use_orig_params)
+    _shard_collecting(model, strategy=strategy, use_orig_params=use_orig_params)
     _collecting_loss(model, 0)
     before = [weight.clone() for weight in _whole_kept(model)]
     with unshard_params(model, rank0_only=True), torch.no_grad():
