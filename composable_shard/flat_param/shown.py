@@ -25,6 +25,7 @@ from composable_shard.flat_param.entries import (
     set_requires_grad,
     unhide,
 )
+from composable_shard.flat_param.kept_params import stand_for, stand_for_itself
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.tensor import WriteGuard
 from composable_shard.torch_private import (
@@ -246,6 +247,10 @@ class ShownParams:
         shown = [entry.sharded for entry in self.entries] if full is None else full.params
         self.scope = Scope(shown, full, self.state, [])
         self.guard.set_in_scope(True)
+        for entry, param in zip(self.entries, shown, strict=True):
+            stand_for(entry.unsharded, param)
+        if self.flat is not None and self.flat.unsharded is not None:
+            stand_for(self.flat.unsharded, None)  # made when it is needed
         self.show_in_scope(shown, None)
 
     def show_in_scope(self, originals: Sequence[Tensor] | None, flat: Tensor | None) -> None:
@@ -289,6 +294,8 @@ class ShownParams:
         if self.scope is None:
             return
         self.guard.set_in_scope(False)
+        for entry in self.entries if self.flat is None else [*self.entries, self.flat]:
+            stand_for_itself(entry.unsharded, entry.sharded)
         self.state = self.scope.before
         self.hide_unshown()
         self.show_again()

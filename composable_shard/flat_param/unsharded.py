@@ -316,7 +316,7 @@ def _check_stands_for(stand_in: GradientAtRest, full: UnshardedParameter | None)
         stand_in._local  # noqa: B018 -- raises
 
 
-class _UnshardedDTensor(NeverStepped, DTensor):
+class UnshardedDTensor(NeverStepped, DTensor):
     """A full DTensor, whose `.grad` follows the gradient at rest as that of others does."""
 
     shard_label: object = "?"
@@ -329,7 +329,7 @@ class _UnshardedDTensor(NeverStepped, DTensor):
     def __tensor_unflatten__(*args: Any) -> DTensor:
         """Make the tensor that a compiler traces, of this class: compiled code asks for it."""
         made: DTensor = DTensor.__tensor_unflatten__(*args)
-        made.__class__ = _UnshardedDTensor
+        made.__class__ = UnshardedDTensor
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -377,13 +377,13 @@ def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Par
         return UnshardedParameter(dense, flag, noted)
     param = nn.Parameter(dense, flag)
     param.__dict__.update(zip(_NOTES, noted, strict=True))
-    param.__class__ = _UnshardedDTensor  # type: ignore[assignment]
+    param.__class__ = UnshardedDTensor  # type: ignore[assignment]
     return param
 
 
 def _can_hold(kept: nn.Parameter, dense: Tensor) -> bool:
     """Return whether the object that programs may have kept can be the parameter of new values."""
-    if isinstance(kept, _UnshardedDTensor) and isinstance(dense, DTensor):
+    if isinstance(kept, UnshardedDTensor) and isinstance(dense, DTensor):
         return kept.dtype == dense.dtype and kept.device == dense.device
     is_plain = isinstance(kept, UnshardedParameter) and type(dense) is Tensor
     return is_plain and can_change_data(kept, dense)
@@ -399,7 +399,7 @@ def _hold(kept: nn.Parameter, dense: Tensor, noted: tuple[object, Aliases, int])
         Tensor.requires_grad.__set__(kept, flag)  # type: ignore[attr-defined]
         kept.shard_label, kept.shard_aliases, kept.shard_position = noted
         kept.shard_alias = None
-    elif isinstance(kept, _UnshardedDTensor) and isinstance(dense, DTensor):
+    elif isinstance(kept, UnshardedDTensor) and isinstance(dense, DTensor):
         kept._local_tensor = dense._local_tensor
         kept.requires_grad_(flag)
         kept.__dict__.update(zip(_NOTES, noted, strict=True))
@@ -486,7 +486,7 @@ class UnshardedParams:
                 entry.runs_hooks = False
             else:
                 _hold(kept, dense, noted)
-            if isinstance(kept, UnshardedParameter | _UnshardedDTensor):
+            if isinstance(kept, UnshardedParameter | UnshardedDTensor):
                 share_attributes(kept, entry.sharded)
             else:  # a class with FSDP2's methods, which has its tensors there
                 copy_attributes(kept, entry.sharded)

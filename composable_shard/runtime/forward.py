@@ -63,6 +63,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         _show_scopes(state)
         return
     if current_backward_id() != -1:
+        _prepare_in_backward(state, module)
         recompute(state)
         return
     context = share_context([module]) if state.context is None else state.context
@@ -109,6 +110,19 @@ def _prepare(context: TreeContext, state: ShardState, module: nn.Module) -> Tree
     if context.has_aborted or context.entered or context.call is not None:
         _recover_interrupted_call(context)
     return context
+
+
+def _prepare_in_backward(state: ShardState, module: nn.Module) -> None:
+    """Make the tree ready for a forward that runs in a backward, perhaps its very first one.
+
+    If the backward is that of another graph (a hook, a function's `backward`), no call of the tree
+    has adopted what was changed at rest since the last one.
+    """
+    context = share_context([module]) if state.context is None else state.context
+    if context.backward is None and context.call is None and not context.entered:
+        _prepare(context, state, module)
+    for handle in state.needed:
+        handle.adopt_changes()
 
 
 def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> ForwardCall:

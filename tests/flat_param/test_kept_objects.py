@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils import parametrize
 
 from composable_shard import (
@@ -60,38 +63,38 @@ def _shard_collecting(model: nn.Module, **options: Any) -> None:
     fully_shard(model, **options)
 
 
-def _loss_of_number(model: nn.Module, number: int) -> Tensor:
+def _collecting_loss(model: nn.Module, number: int) -> Tensor:
     return square_mean(model(rank_input(3, 5, step=number, dtype=torch.float64)))
 
 
-def halves_data(model: nn.Module, number: int) -> None:
+def sets_kept_data(model: nn.Module, number: int) -> None:
     """`p.data = x` before each microbatch."""
     for param in model.parameters():
         param.data = param.data * 0.5
-    _loss_of_number(model, number).backward()
+    _collecting_loss(model, number).backward()
 
 
-def backs_through_averages(model: nn.Module, number: int) -> None:
+def swaps_kept_averages(model: nn.Module, number: int) -> None:
     """Averages for an evaluation, and the weights back."""
     params = list(model.parameters())
     backup = [param.data for param in params]
     for param in params:
         param.data = param.data * 2
     with torch.no_grad():
-        averaged = _loss_of_number(model, number)
+        averaged = _collecting_loss(model, number)
     for param, value in zip(params, backup, strict=True):
         param.data = value
-    (averaged * _loss_of_number(model, number)).backward()
+    (averaged * _collecting_loss(model, number)).backward()
 
 
 def converts(model: nn.Module, number: int) -> None:
     """To other dtypes and back."""
-    _loss_of_number(model, number)
+    _collecting_loss(model, number)
     model.float()
     with torch.no_grad():
         model(rank_input(3, 5, step=number))
     model.double()
-    _loss_of_number(model, number).backward()
+    _collecting_loss(model, number).backward()
 
 
 def _set_mult(model: nn.Module, value: float) -> None:
@@ -103,26 +106,80 @@ def _set_mult(model: nn.Module, value: float) -> None:
 def sets_attributes(model: nn.Module, number: int) -> None:
     """A schedule sets an attribute that the forward reads."""
     _set_mult(model, 1.0 + number)
-    _loss_of_number(model, number).backward()
+    _collecting_loss(model, number).backward()
 
 
 def sets_attributes_of_full(model: nn.Module, number: int) -> None:
     """An attribute that is set between `unshard` and `reshard`."""
-    _loss_of_number(model, number)
+    _collecting_loss(model, number)
     if is_sharded(model):
         unshard(model, recurse=True)
     _set_mult(model, 1.0 + number)
     if is_sharded(model):
         reshard(model, recurse=True)
-    _loss_of_number(model, number).backward()
+    _collecting_loss(model, number).backward()
 
 
 def sets_attributes_in_a_scope(model: nn.Module, number: int) -> None:
     """An attribute that is set inside `unshard_params`."""
-    _loss_of_number(model, number)
-    with unshard_params(model) if is_sharded(model) else nullcontext():
+    _collecting_loss(model, number)
+    with _scope(model):
         _set_mult(model, 1.0 + number)
-    _loss_of_number(model, number).backward()
+    _collecting_loss(model, number).backward()
+
+
+def _scope(model: nn.Module, **options: Any) -> Any:
+    return unshard_params(model, **options) if is_sharded(model) else nullcontext()
+
+
+def _kept(model: nn.Module) -> list[Tensor]:
+    return [weight for module in model.body for weight in module.weights]
+
+
+def edits_kept_in_a_scope(model: nn.Module, number: int) -> None:
+    """What a forward has kept is edited inside `unshard_params`, in every form."""
+    _collecting_loss(model, number)
+    with _scope(model), torch.no_grad():
+        for weight in _kept(model):
+            weight.mul_(0.5)
+            weight.data.add_(0.25)
+            weight.data = weight * 2
+            weight[0] = weight.detach()[1]
+            weight.copy_(torch.stack([weight, weight.data]).sum(0))
+        for module in model.body:
+            module.weights[0] *= 0.5
+            module.weights[0].mult = 2.0 + getattr(module.layers[0].weight, "mult", 1.0)
+    _collecting_loss(model, number).backward()
+
+
+def reads_kept_in_a_scope(model: nn.Module, number: int) -> None:
+    """A forward inside `unshard_params` computes with what a forward has kept."""
+    _collecting_loss(model, number)
+    with _scope(model), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+        _set_mult(model, 1.0 + number)
+        found = _collecting_loss(model, number)
+    (found * _collecting_loss(model, number)).backward()
+
+
+def goes_on_after_a_scope(model: nn.Module, number: int) -> None:
+    """A backward after a scope reads what its forward has saved before."""
+    loss = _collecting_loss(model, number)
+    with _scope(model, writeback=False):
+        names = [str(weight.dtype) + str(weight.requires_grad) for weight in _kept(model)]
+    assert set(names) == {"torch.float64True"}
+    loss.backward()
+
+
+def freezes_kept_in_a_scope(model: nn.Module, number: int) -> None:
+    """Flags that are set of what a forward has kept."""
+    _collecting_loss(model, number).backward()
+    with _scope(model):
+        for weight in _kept(model):
+            weight.requires_grad_(False).requires_grad = True
+    model.zero_grad()
+    _collecting_loss(model, number).backward()
 
 
 def assigns_own_data(model: nn.Module, number: int) -> None:
@@ -137,7 +194,7 @@ def assigns_own_data(model: nn.Module, number: int) -> None:
                 layer.weight.set_(layer.weight.data)
 
     hooks = [each.register_forward_pre_hook(convert) for each in model.body]
-    _loss_of_number(model, number).backward()
+    _collecting_loss(model, number).backward()
     for hook in hooks:
         hook.remove()
 
@@ -161,18 +218,22 @@ def parametrizes(model: nn.Module, number: int) -> None:
 
     for module in model.body:
         module.forward = partial(forward, module)
-    _loss_of_number(model, number).backward()
+    _collecting_loss(model, number).backward()
     for module in model.body:
         del module.forward
 
 
 PROGRAMS = [
-    halves_data,
-    backs_through_averages,
+    sets_kept_data,
+    swaps_kept_averages,
     converts,
     sets_attributes,
     sets_attributes_of_full,
     sets_attributes_in_a_scope,
+    edits_kept_in_a_scope,
+    reads_kept_in_a_scope,
+    goes_on_after_a_scope,
+    freezes_kept_in_a_scope,
     assigns_own_data,
     parametrizes,
 ]
@@ -212,7 +273,7 @@ def test_a_copy_computes_with_its_own_parameters(
     model = copy.deepcopy(plain)
     _shard_collecting(model, strategy=strategy, use_orig_params=use_orig_params)
     for each in (plain, model):
-        _loss_of_number(each, 0)
+        _collecting_loss(each, 0)
         _set_mult(each, 3.0)
     twins = [copy.deepcopy(copy.deepcopy(each)) for each in (plain, model)]
     _set_mult(twins[0], 3.0)  # torch's own copy of a parameter has no attributes
@@ -220,8 +281,52 @@ def test_a_copy_computes_with_its_own_parameters(
         for param in each.parameters():
             param.data = param.data * 0
     for each in twins:
-        _loss_of_number(each, 1).backward()
+        _collecting_loss(each, 1).backward()
     average_gradients(twins[0].parameters())
     with unshard_params(twins[1], writeback=False, with_grads=True):
         for name, param in twins[1].named_parameters():
             torch.testing.assert_close(param.grad, twins[0].get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@distributed(2)
+def test_first_rank_edits_what_it_has_kept(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """`rank0_only` writes its edits on all ranks; elsewhere a kept object is the shard."""
+    model = CollectingModel().double()
+    _shard_collecting(model, strategy=strategy, use_orig_params=use_orig_params)
+    _collecting_loss(model, 0)
+    before = [weight.clone() for weight in _whole_kept(model)]
+    with unshard_params(model, rank0_only=True), torch.no_grad():
+        assert [weight.requires_grad for weight in _kept(model)] == [True] * 6
+        for weight in _kept(model) if dist.get_rank() == 0 else ():
+            weight.mul_(3)
+    torch.testing.assert_close(_whole_kept(model), [weight * 3 for weight in before])
+
+
+def _whole_kept(model: nn.Module) -> list[Tensor]:
+    with unshard_params(model, writeback=False):
+        return [weight.detach().clone() for weight in _kept(model)]
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@distributed(2)
+def test_kept_tensor_parallel_parameters_follow_a_scope(strategy: ShardingStrategy) -> None:
+    """A DTensor that a forward has kept is edited inside a scope."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    plain = nn.Linear(6, 4, bias=False)
+    for param in plain.parameters():
+        dist.broadcast(param.data, 0)
+    model = parallelize_module(copy.deepcopy(plain), mesh["tp"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["dp"], strategy=strategy)
+    kept: list[nn.Parameter] = []
+    model.register_forward_pre_hook(lambda module, _: kept.append(module.weight))
+    x = torch.ones(2, 6)
+    with torch.no_grad():
+        model(x)
+        with unshard_params(model):
+            kept[0].mul_(2)
+            torch.testing.assert_close(model(x), 2 * plain(x))
+        torch.testing.assert_close(model(x), 2 * plain(x))

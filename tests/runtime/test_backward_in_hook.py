@@ -21,6 +21,7 @@ from composable_shard import (
     set_requires_gradient_sync,
 )
 from tests.harness.helpers import distributed
+from tests.harness.pairs import pairwise
 from tests.programs import claims
 from tests.programs.models import rank_input, shard_root
 
@@ -43,7 +44,7 @@ class _Heads(nn.Module):
         return self.norm(self.heads[number % 2](x.tanh()))
 
 
-def _shard_towers(model: nn.Module, **options: Any) -> None:
+def _shard_heads(model: nn.Module, **options: Any) -> None:
     for child in (model.body, *model.heads):
         fully_shard(child, **options)
     fully_shard(model, **options)
@@ -57,7 +58,7 @@ def _shard_body(model: nn.Module, **options: Any) -> None:
 # --- with and without a reduction ---
 
 
-def _no_sync_until(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
+def _no_sync_but_last(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
     return no_sync(model) if is_sharded(model) and not is_last else nullcontext()
 
 
@@ -75,7 +76,7 @@ def _set_last(model: nn.Module, is_last: bool) -> AbstractContextManager[Any]:
 
 
 SETTINGS: dict[str, Callable[[nn.Module, bool], AbstractContextManager[Any]]] = {
-    "no_sync": _no_sync_until,
+    "no_sync": _no_sync_but_last,
     "set_requires_gradient_sync": _set,
     "set_is_last_backward": _set_last,
 }
@@ -132,7 +133,7 @@ class _Cached:
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("is_around", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("shard", [shard_root, _shard_body, _shard_towers])
+@pytest.mark.parametrize("shard", [shard_root, _shard_body, _shard_heads])
 @claims.strategies
 @distributed(1, 2, 3)
 def test_last_backward_of_a_hook_reduces(
@@ -163,6 +164,113 @@ def test_ranks_may_use_other_layers_in_a_hook(
         _Heads,
         _Cached("no_sync", head=lambda _: min(dist.get_rank(), 1)),
         shard=_shard_body,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+class _Asks(torch.autograd.Function):
+    """A user's function that asks a model in its backward, as guided sampling does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ask: Callable[[Tensor], None]) -> Tensor:
+        ctx.ask = ask
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.ask(grad)
+        return grad, None
+
+
+def _ask_in_tensor_hook(x: Tensor, ask: Callable[[Tensor], None]) -> None:
+    y = x * 2
+    y.register_hook(ask)
+    y.sum().backward()
+
+
+def _ask_in_function(x: Tensor, ask: Callable[[Tensor], None]) -> None:
+    _Asks.apply(x, ask).sum().backward()
+
+
+def _ask_in_module_hook(x: Tensor, ask: Callable[[Tensor], None]) -> None:
+    layer = nn.LayerNorm(x.shape[-1]).double()
+    layer.register_full_backward_hook(lambda _module, grads, _: ask(grads[0]))
+    layer(x).sum().backward()
+
+
+class _FirstInBackward:
+    """No forward of the model runs but inside the backward of another graph.
+
+    Args:
+        ask: Runs such a backward.
+        trains: Whether the gradients come from there too.
+        change: What is done to the model at rest before.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Tensor, Callable[[Tensor], None]], None],
+        *,
+        trains: bool,
+        change: Callable[[nn.Module], object] = lambda _: None,
+    ) -> None:
+        self.ask, self.trains, self.change = ask, trains, change
+
+    def __call__(self, model: nn.Module, number: int) -> None:
+        """Run a microbatch."""
+        x = rank_input(4, 6, step=number, dtype=torch.float64)
+        weights: list[Tensor] = []
+
+        def run(_: Tensor) -> None:
+            with torch.no_grad():
+                weights.append(model(x, number).square())
+                weights.append(model(x, number + 1))
+            if self.trains:
+                with torch.enable_grad():
+                    (model(x, number) * weights[0]).sum().backward()
+
+        self.change(model)
+        self.ask(x.clone().requires_grad_(), run)
+        if not self.trains:
+            (model(x, number) * weights[0] * weights[1]).sum().backward()
+
+
+def _halve(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data = param.data * 0.5
+
+
+def _pass_float(model: nn.Module) -> None:
+    model.float()
+    model.double()
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        ask=[_ask_in_tensor_hook, _ask_in_function, _ask_in_module_hook],
+        trains=[False, True],
+        change=[nn.Module.train, _halve, _pass_float],
+        shard=[shard_root, _shard_body, _shard_heads],
+        strategy=list(ShardingStrategy),
+        use_orig_params=[True, False],
+        world_size=[1, 2, 3],
+    )
+)
+@distributed()
+def test_first_forward_may_run_in_a_backward(
+    ask: Callable[[Tensor, Callable[[Tensor], None]], None],
+    trains: bool,
+    change: Callable[[nn.Module], object],
+    shard: Callable[..., None],
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+) -> None:
+    """It makes the model ready, and each later one adopts what was changed at rest."""
+    claims.assert_right(
+        _Heads,
+        _FirstInBackward(ask, trains=trains, change=change),
+        shard=shard,
         strategy=strategy,
         use_orig_params=use_orig_params,
     )

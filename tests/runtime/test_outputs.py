@@ -24,7 +24,7 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
 @dataclass(frozen=True)
-class _FrozenMean:
+class _FrozenInput:
     mean: Any
 
 
@@ -51,8 +51,8 @@ STATES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "list": (lambda mean: [mean], lambda state: state[0]),
     "list in a tuple": (lambda mean: _Pair([mean], 1), lambda state: state.mean[0]),
     "dict in a list": (lambda mean: [{"mean": mean}], lambda state: state[0]["mean"]),
-    "dataclass": (_FrozenMean, lambda state: state.mean),
-    "list in a dataclass": (lambda mean: _FrozenMean([mean]), lambda state: state.mean[0]),
+    "dataclass": (_FrozenInput, lambda state: state.mean),
+    "list in a dataclass": (lambda mean: _FrozenInput([mean]), lambda state: state.mean[0]),
     "object": (lambda mean: SimpleNamespace(mean=mean), lambda state: state.mean),
     "list in an object": (lambda mean: SimpleNamespace(mean=[mean]), lambda state: state.mean[0]),
 }
