@@ -236,7 +236,7 @@ class _FirstInBackward:
             (model(x, number) * weights[0] * weights[1]).sum().backward()
 
 
-def _halve(model: nn.Module) -> None:
+def _halve_data(model: nn.Module) -> None:
     for param in model.parameters():
         param.data = param.data * 0.5
 
@@ -250,7 +250,7 @@ def _pass_float(model: nn.Module) -> None:
     *pairwise(
         ask=[_ask_in_tensor_hook, _ask_in_function, _ask_in_module_hook],
         trains=[False, True],
-        change=[nn.Module.train, _halve, _pass_float],
+        change=[nn.Module.train, _halve_data, _pass_float],
         shard=[shard_root, _shard_body, _shard_heads],
         strategy=list(ShardingStrategy),
         use_orig_params=[True, False],
