@@ -137,8 +137,11 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     with reader, torch.inference_mode(False):
         with group.agreed(), _parsing(reader.folder / METADATA):
             staged = StagedModel.read(reader, model, own, is_strict=strict)
+            cuts = reader.metadata.tree.get("optimizer_cuts", {})
             states = {
-                name: StagedOptimizer.read(reader, own, view, tree, is_strict=strict)
+                name: StagedOptimizer.read(
+                    reader, own, view, (tree, cuts.get(name, {})), is_strict=strict
+                )
                 for (name, view), tree in zip(views.items(), trees, strict=True)
             }
             objects = stage_objects(reader, "scheduler", schedulers, is_strict=strict)
