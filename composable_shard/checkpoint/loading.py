@@ -166,12 +166,15 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     with reader, torch.inference_mode(False):
         with group.agreed(), _parsing(reader.folder / METADATA):
             staged = StagedModel.read(reader, model, own, is_strict=strict)
+            cuts = reader.metadata.tree.get("optimizer_cuts", {})
             states = {
-                name: StagedOptimizer.read(reader, own, view, tree, is_strict=strict)
+                name: StagedOptimizer.read(
+                    reader, own, view, (tree, cuts.get(name, {})), is_strict=strict
+                )
                 for (name, view), tree in zip(views.items(), trees, strict=True)
             }
-            objects = stage_objects(reader, "scheduler", schedulers, is_strict=strict)
-            objects += stage_objects(reader, "scaler", as_dict(scaler), is_strict=strict)
+            given = {"scheduler": schedulers, "scaler": as_dict(scaler)}
+            objects = stage_objects(reader, given, is_strict=strict)
             extra = json_tree.decode(reader.metadata.tree["extra"], reader.read_whole)
             rng_state = _read_rng_state(reader, group)
         _change(group, reader, staged, states, objects)
@@ -188,8 +191,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         reader.nbytes_read,
         taken=("model", "step"),
     )
-    given = {"optimizer": optimizers, "scheduler": schedulers, "scaler": as_dict(scaler)}
-    return _told(loaded, reader, given)
+    return _told(loaded, reader, {"optimizer": optimizers, **given})
 
 
 def _told(

@@ -78,9 +78,22 @@ def check_names(
 
 
 def stage_objects(
+    reader: TensorReader, objects: Mapping[str, dict[str, Any]], *, is_strict: bool
+) -> list[Change]:
+    """Return functions that load the new states of schedulers and scalers, with the states.
+
+    Args:
+        objects: By kind, "scheduler" or "scaler", and name.
+    """
+    staged = []
+    for kind, named in objects.items():
+        staged += _stage_kind(reader, kind, named, is_strict=is_strict)
+    return staged
+
+
+def _stage_kind(
     reader: TensorReader, kind: str, objects: dict[str, Any], *, is_strict: bool
 ) -> list[Change]:
-    """Return functions that load the new states of schedulers or a scaler, with the states."""
     saved = reader.metadata.tree.get(kind)
     if kind == "scaler" and bool(objects) != bool(saved):
         text = (

@@ -252,23 +252,42 @@ class StagedOptimizer:
         reader: TensorReader,
         params: dict[str, Any],
         view: list[Group],
-        tree: Any,
+        stored: tuple[Any, Mapping[str, str]],
         *,
         is_strict: bool,
     ) -> StagedOptimizer:
         """Verify this rank's part, and read what `fill` will not; changes nothing.
 
         State of a parameter's shape is sharded as the parameter is; other state is read whole.
+
+        Args:
+            stored: The encoded state, and the FQN of the parameter that a shard was cut like, by
+                the tensor's name.
         """
+        tree, cuts = stored
         groups = json_tree.decode(tree["param_groups"], reader.read_whole)
         wanted = {fqn for group in view for fqn in group.fqns}
+        homes = {fqn for group in groups for fqn in group["params"]}
         found = cls(view, {"state": {}, "param_groups": groups}, [])
         tensors = own_tensors(view) if keeps_tensors(found.optimizer) else {}
+
+        def find_cut(name: str) -> Tensor:
+            like = params.get(cuts.get(name, ""))
+            stored = reader.metadata.tensors.get(name)
+            if like is None or stored is None or stored.shape != like.shape:
+                return reader.read_whole(name)
+            return reader.read_like(name, like, stored.dtype)
+
         for fqn, entries in tree["state"].items():
             if fqn in wanted:
-                at = {json_tree.tensor_name(encoded): key for key, encoded in entries.items()}
+                at = {json_tree.tensor_name(each): key for key, each in entries.items()}
                 find = partial(found._find, reader, params[fqn], fqn, at, tensors.get(fqn, {}))
                 found.state["state"][fqn] = json_tree.decode(entries, find)
+            elif fqn not in homes:  # state that belongs to no parameter
+                found.state["state"][fqn] = json_tree.decode(entries, find_cut)
+        for key, encoded in tree.items():
+            if key not in ("state", "param_groups", "parts"):
+                found.state[key] = json_tree.decode(encoded, find_cut)
         as_saved = wraps_state(found.optimizer)
         for fqn, parts in tree.get("parts", {}).items():
             if fqn in wanted:

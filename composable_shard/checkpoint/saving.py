@@ -31,7 +31,9 @@ from composable_shard.options import check_path_order
 from composable_shard.state_dict import (
     get_optimizer_state_dict,
     json_tree,
+    params_by_fqn,
 )
+from composable_shard.tensor import FlatShard
 
 
 def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
@@ -97,7 +99,8 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         check_optimizers(model, optimizers)
         states = {name: get_optimizer_state_dict(model, each) for name, each in optimizers.items()}
         tree["optimizer_kinds"] = optimizer_kinds(optimizers)
-        tree["optimizer"] = {}
+        tree["optimizer"], tree["optimizer_cuts"] = {}, {}
+        places = {each.entry.spec: fqn for fqn, each in params_by_fqn(model).items()}
         for name, state in states.items():
             own: dict[str, Tensor] = {}
             if wraps_state(optimizers[name]):
@@ -105,7 +108,13 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             encoded = json_tree.encode(state, _prefix("optimizer", name), own)
             tree["optimizer"][name] = encoded
             tensors |= own
-            owners |= model_owners.of_optimizer(encoded, own)
+            cuts = {
+                key: places[value._shard_spec]
+                for key, value in own.items()
+                if isinstance(value, FlatShard) and value._shard_spec in places
+            }
+            tree["optimizer_cuts"][name] = cuts
+            owners |= model_owners.of_optimizer(encoded, own, cuts)
         items = list_items(tensors, owners)
     plan = plan_save(group, step, tree, items, SaveArguments(os.fspath(path), keep_last, async_op))
     error: Exception | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,31 +67,87 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
         del optimizer.state[param]
 
 
-def init_state(optimizer: Optimizer) -> None:
-    """Make an optimizer create its state, by a step with zero gradients and a learning rate of
-    zero.
-
-    Parameters and gradients stay unchanged. No communication for elementwise optimizers.
-    """
-    if optimizer.state:
-        return
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has state of a parameter, or a gradient to make it from."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    grads = [param.grad for param in params]
-    rates = [group.get("lr") for group in optimizer.param_groups]
+    has_grads = any(param.grad is not None for param in params)
+    return has_grads or any(isinstance(key, Tensor) for key in optimizer.state)
+
+
+@contextmanager
+def made_state(optimizer: Optimizer) -> Iterator[None]:
+    """Give an optimizer the state that a step with zero gradients makes, in the block alone.
+
+    Everything that the step changes is as before afterwards: parameters, gradients, groups, numbers
+    that the optimizer has, and random number generators. So its first step is the one that it would
+    have been. For torch's optimizers the state is that before a first step. Takes memory for a copy
+    of the parameters. No communication for elementwise optimizers.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    kept = [(param.grad, param.detach().clone()) for param in params]
+    groups = [_values_of(group) for group in optimizer.param_groups]
+    numbers, state = _values_of(vars(optimizer)), {**optimizer.state}
+    is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
     try:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        for param in params:
-            wants_state = param.requires_grad and not is_owned_by_other_rank(param)
-            param.grad = torch.zeros_like(param) if wants_state else None
-        optimizer.step()
+        with torch.random.fork_rng():
+            for group in optimizer.param_groups:
+                for name in _ZEROED & group.keys() if is_torchs else ():
+                    group[name] = group[name] * 0
+            if is_torchs and not isinstance(optimizer, torch.optim.Rprop):  # a size, not a factor
+                for group in optimizer.param_groups:
+                    group["lr"] = group["lr"] * 0
+            for param in params:
+                wants_state = param.requires_grad and not is_owned_by_other_rank(param)
+                param.grad = torch.zeros_like(param) if wants_state else None
+            with torch.enable_grad():
+                optimizer.step()
+        _restore(optimizer, groups, numbers)
+        if is_torchs:
+            _set_to_start(optimizer)
+        yield
     finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
+        _restore(optimizer, groups, numbers)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        with torch.no_grad():
+            for param, (grad, value) in zip(params, kept, strict=True):
+                param.grad = grad
+                param.copy_(value)
+
+
+_ZEROED = frozenset({"weight_decay"})  # options that would leave a trace in momenta
+_START = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}  # of torch's optimizers
+
+
+def _set_to_start(optimizer: Optimizer) -> None:
+    """Give the numbers in the state of a torch optimizer the values before its first step."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for name, value in optimizer.state.get(param, {}).items():
+                start = group["lr"] if name == "eta" else _START.get(name)
+                if start is not None and isinstance(value, Tensor):
+                    value.fill_(start)
+                elif name == "ax":
+                    value.zero_()
+
+
+def _values_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a step may replace: numbers, texts, and copies of plain tensors."""
+    kinds = bool, int, float, complex, str, type(None), tuple, torch.Size
+    found = {name: value for name, value in content.items() if isinstance(value, kinds)}
+    tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+    return found | {name: value.detach().clone() for name, value in tensors.items()}
+
+
+def _restore(optimizer: Optimizer, groups: list[dict[str, Any]], numbers: dict[str, Any]) -> None:
+    for content, values in zip(
+        [*optimizer.param_groups, vars(optimizer)], [*groups, numbers], strict=True
+    ):
+        kinds = bool, int, float, complex, str, type(None), Tensor
+        new = [k for k, v in content.items() if k not in values and isinstance(v, kinds)]
+        for name in new:
+            del content[name]
+        content.update(values)
 
 
 def find_scalar_keys(

@@ -1,0 +1,187 @@
+"""Optimizer state in containers, and state that belongs to no parameter, as flat dicts.
+
+[Note: Flat state]
+State of a parameter is gathered, cut and sent value by value. So a value that is a list, a dict or
+another container is flattened: its own name stands for the container, as `json_tree` encodes it,
+and each tensor in it has a name of its own, which no optimizer uses because it begins with "\\0".
+
+State under other keys than parameters, and entries of `optimizer.state_dict()` beside "state" and
+"param_groups", form the rest. It is flattened in the same way, under the name `REST` in the place
+of a parameter. A shard in it is cut like some parameter, so it stands with the state of that
+parameter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from composable_shard.state_dict import json_tree
+from composable_shard.state_dict.optimizer_groups import Group, Member, States
+from composable_shard.tensor import FlatShard, is_owned_by_other_rank
+
+REST = "\0"
+_STATE, _ENTRY = "state", "entry"  # of the rest: under other keys of the state, or beside it
+_LEAVES = (Tensor, bool, int, float, str, type(None))
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, bytes, bytearray)
+
+
+def flatten(state: Mapping[Any, Any], label: str) -> dict[str, Any]:
+    """Return state with each container encoded, and the tensors in it by name. [Note: Flat state]
+
+    Raises:
+        NotImplementedError: For a value of another class, naming it.
+    """
+    flat: dict[str, Any] = {}
+    odd: dict[Any, Any] = {}
+    for name, value in state.items():
+        if isinstance(name, str) and isinstance(value, _LEAVES):
+            flat[name] = value
+        else:
+            odd[name] = value
+    for name, value in odd.items():
+        tensors: dict[str, Tensor] = {}
+        if not isinstance(value, (*_LEAVES, *_CONTAINERS)):
+            raise NotImplementedError(_problem(name, label, value))
+        try:
+            encoded = json_tree.encode({name: value}, REST, tensors)
+        except ValueError as error:
+            raise NotImplementedError(f"{_problem(name, label, value)} {error}") from error
+        flat[f"{REST}{name!r}"] = encoded
+        flat |= tensors
+    return flat
+
+
+def _problem(name: object, label: str, value: object) -> str:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return (
+        f"the optimizer state {name!r} of '{label}' is a {kind}, and no save can hold it: only "
+        "tensors, numbers, strings, bytes, None, and dicts, lists, tuples, sets and deques of them "
+        "can be saved. Choose options of the optimizer that make no such state, or save the "
+        "parameters alone: save_checkpoint(path, model, step=step)."
+    )
+
+
+def unflatten(flat: Mapping[str, Any], tensors: Mapping[str, Any] | None = None) -> dict[Any, Any]:
+    """Return the state that `flatten` has flattened; `tensors` are those of the rest's shards."""
+    state: dict[Any, Any] = {}
+    found = {**flat, **(tensors or {})}
+    for name, value in flat.items():
+        if not name.startswith(REST):
+            state[name] = value
+        elif isinstance(value, dict):
+            state |= json_tree.decode(value, found.__getitem__)
+    return state
+
+
+def flatten_rest(
+    other: Mapping[Any, Any], entries: Mapping[str, Any], fqns: Mapping[Any, str]
+) -> States:
+    """Return the rest, flat, and the shards in it by the FQN of the parameter they are cut like.
+
+    Args:
+        other: State under keys that are no parameters.
+        entries: What `optimizer.state_dict()` has beside "state" and "param_groups".
+        fqns: By specs of shards.
+    """
+    if not other and not entries:
+        return {}
+    flat = flatten({_STATE: {**other}, _ENTRY: {**entries}}, "all parameters")
+    found: States = {REST: flat}
+    for name, value in [*flat.items()]:
+        if isinstance(value, FlatShard):
+            fqn = fqns.get(value._shard_spec)
+            if fqn is None:
+                raise NotImplementedError(
+                    f"the optimizer state {name[1:]!r} is a shard that is cut as no parameter of "
+                    "the optimizer is, so that no other run could cut it. Keep full_tensor() of it."
+                )
+            found.setdefault(fqn, {})[REST + name] = flat.pop(name)
+    return found
+
+
+def unflatten_rest(states: States) -> tuple[States, dict[Any, Any], dict[str, Any]]:
+    """Return the state of parameters, the state under other keys, and the entries beside it."""
+    shards = {
+        name[1:]: value
+        for state in states.values()
+        for name, value in state.items()
+        if name.startswith(REST + REST)
+    }
+    nested = {
+        fqn: unflatten({k: v for k, v in state.items() if not k.startswith(REST + REST)})
+        for fqn, state in states.items()
+        if fqn != REST
+    }
+    rest = unflatten(states.get(REST, {}), shards)
+    return {k: v for k, v in nested.items() if v}, rest.get(_STATE, {}), rest.get(_ENTRY, {})
+
+
+def read_states(groups: Iterable[Group]) -> States:
+    """Return the state of optimizers, flat, as their own `state_dict()` returns it.
+
+    Without state of a parameter that another rank owns whole: no step updates Adagrad's state here.
+    """
+    groups = list(groups)
+    found: States = {}
+    specs = {
+        member.managed.entry.spec: member.fqn
+        for group in groups
+        for member in group.members
+        if member.managed is not None
+    }
+    for optimizer in dict.fromkeys(group.optimizer for group in groups):
+        members = [m for group in groups if group.optimizer is optimizer for m in group.members]
+        own, other, entries = _split(optimizer, members)
+        for member in members:
+            if not is_owned_by_other_rank(member.param):
+                found.setdefault(member.fqn, {}).update(flatten(own[member.fqn], member.fqn))
+        for name, state in flatten_rest(other, entries, specs).items():
+            if name == REST and name in found:
+                raise ValueError(
+                    "several optimizers have state that belongs to no parameter, and one state "
+                    "dict can't hold it by name. Get the state of each optimizer by itself."
+                )
+            found.setdefault(name, {}).update(state)
+    return found
+
+
+def own_entries(optimizer: Optimizer) -> Mapping[str, Any]:
+    """Return `optimizer.state_dict()`."""
+    known = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    # Reading `optimizer.state[param]` makes an empty entry, which torch's method can't name.
+    for key in [k for k, v in optimizer.state.items() if isinstance(k, Tensor) and not v]:
+        if id(key) not in known:
+            del optimizer.state[key]
+    state: Mapping[str, Any] = optimizer.state_dict()
+    return state
+
+
+def _split(
+    optimizer: Optimizer, members: list[Member]
+) -> tuple[States, dict[Any, Any], dict[str, Any]]:
+    """Return an optimizer's state by FQN, under other keys, and its entries beside the state."""
+    told = own_entries(optimizer)
+    entries = {key: value for key, value in told.items() if key not in ("state", "param_groups")}
+    own: States = {member.fqn: {} for member in members}
+    if "state" not in told:  # a class that wraps an optimizer, and has it among its entries
+        return own, {}, entries
+    numbers = [number for group in told["param_groups"] for number in group["params"]]
+    fqns = {number: m.fqn for number, m in zip(numbers, members, strict=True)}
+    other: dict[Any, Any] = {}
+    for key, value in told["state"].items():
+        if key in fqns:
+            own[fqns[key]] = value
+        elif isinstance(key, str):
+            other[key] = value
+        elif value:
+            raise NotImplementedError(
+                f"the optimizer has state under {key!r}, which is neither a parameter of its "
+                "groups nor a text: no other run could find it. Save the parameters alone, or key "
+                "the state by parameters."
+            )
+    return own, other, entries
