@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from composable_shard.checkpoint.run_state import (
 from composable_shard.checkpoint.writer import plan_save, write_checkpoint
 from composable_shard.options import check_path_order
 from composable_shard.state_dict import (
+    Cuts,
     get_optimizer_state_dict,
     json_tree,
     params_by_fqn,
@@ -100,7 +102,7 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         states = {name: get_optimizer_state_dict(model, each) for name, each in optimizers.items()}
         tree["optimizer_kinds"] = optimizer_kinds(optimizers)
         tree["optimizer"], tree["optimizer_cuts"] = {}, {}
-        places = {each.entry.spec: fqn for fqn, each in params_by_fqn(model).items()}
+        cuts = Cuts({fqn: each.entry.spec for fqn, each in params_by_fqn(model).items()})
         for name, state in states.items():
             own: dict[str, Tensor] = {}
             if wraps_state(optimizers[name]):
@@ -108,13 +110,9 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             encoded = json_tree.encode(state, _prefix("optimizer", name), own)
             tree["optimizer"][name] = encoded
             tensors |= own
-            cuts = {
-                key: places[value._shard_spec]
-                for key, value in own.items()
-                if isinstance(value, FlatShard) and value._shard_spec in places
-            }
-            tree["optimizer_cuts"][name] = cuts
-            owners |= model_owners.of_optimizer(encoded, own, cuts)
+            homes = _find_homes(cuts, encoded, own)
+            tree["optimizer_cuts"][name] = homes
+            owners |= model_owners.of_optimizer(encoded, own, homes)
         items = list_items(tensors, owners)
     plan = plan_save(group, step, tree, items, SaveArguments(os.fspath(path), keep_last, async_op))
     error: Exception | None = None
@@ -127,6 +125,20 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     save = CheckpointSave(lambda: write_checkpoint(group, plan, keep_last, error))
     group.take_pending(save)
     return save
+
+
+def _find_homes(cuts: Cuts, encoded: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the FQN of the parameter that a shard is cut like, unless it is state of that one."""
+    own = {
+        name: fqn for fqn, each in encoded["state"].items() for name in json_tree.tensor_names(each)
+    }
+    shards = {name: value for name, value in tensors.items() if isinstance(value, FlatShard)}
+    homes = {name: cuts.find(shard, own.get(name)) for name, shard in shards.items()}
+    return {
+        name: fqn
+        for name, fqn in homes.items()
+        if fqn is not None and not cuts.is_own(shards[name], own.get(name, ""))
+    }
 
 
 def _check_arguments(step: int, keep_last: int | None) -> None:

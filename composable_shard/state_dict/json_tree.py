@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composable_shard.tensor import FlatShard
+from composable_shard.tensor import FlatShard, joined, parts_of
 
 _SEQUENCES = {"__tuple__": tuple, "__set__": set, "__frozenset__": frozenset}
 _MAX_BITS = 14_000  # Python reads no longer numbers: sys.get_int_max_str_digits()
 _MARKS = frozenset(
     {"__tensor__", "__dict__", "__bytes__", "__float__", "__dtype__", "__counter__", "__deque__"}
+    | {"__parts__"}
     | _SEQUENCES.keys()
 )
 
@@ -49,8 +50,7 @@ def encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
             return number if math.isfinite(number) else {"__float__": repr(number)}
         case Tensor():
             _check_has_elements(value, path)
-            tensors[path] = value
-            return {"__tensor__": path}
+            return _encode_tensor(value, path, tensors)
         case Elsewhere():
             tensors[path] = value
             return {"__tensor__": path}
@@ -68,6 +68,17 @@ def encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
         "them. Nothing is pickled, so that nothing is executed on loading. Save a description of "
         "the object instead, for example its state_dict()."
     )
+
+
+def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Any]) -> Any:
+    """Encode a tensor; of a vector in parts, [Note: Vectors in parts], each part."""
+    parts = parts_of(value) if isinstance(value, FlatShard) else [value]
+    if len(parts) == 1:
+        tensors[path] = value
+        return {"__tensor__": path}
+    names = [f"{path}/{number}" for number in range(len(parts))]
+    tensors |= dict(zip(names, parts, strict=True))
+    return {"__parts__": [{"__tensor__": name} for name in names]}
 
 
 def _encode_sequence(value: Any, path: str, tensors: dict[str, Any]) -> Any:
@@ -146,19 +157,24 @@ def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:
     ((mark, content),) = encoded.items()
     if mark == "__tensor__":
         return find_tensor(content)
-    if mark == "__float__":
-        return float(content)
-    if mark == "__dtype__":
-        return torch.empty(0, dtype=getattr(torch, content)).dtype  # no other attributes of torch
-    if mark == "__bytes__":
-        return base64.b64decode(content, validate=True)
+    if mark in ("__float__", "__dtype__", "__bytes__"):
+        return _decode_leaf(mark, content)
     if mark in ("__dict__", "__counter__"):
         pairs = {decode(key, find_tensor): decode(item, find_tensor) for key, item in content}
         return Counter(pairs) if mark == "__counter__" else pairs
     if mark == "__deque__":
         maxlen, items = content
         return deque((decode(item, find_tensor) for item in items), maxlen)
-    return _SEQUENCES[mark](decode(item, find_tensor) for item in content)
+    found = [decode(item, find_tensor) for item in content]
+    return joined(found) if mark == "__parts__" else _SEQUENCES[mark](found)
+
+
+def _decode_leaf(mark: str, content: Any) -> Any:
+    if mark == "__float__":
+        return float(content)
+    if mark == "__dtype__":
+        return torch.empty(0, dtype=getattr(torch, content)).dtype  # no other attributes of torch
+    return base64.b64decode(content, validate=True)
 
 
 def merge(first: Any, second: Any, depth: int) -> Any:

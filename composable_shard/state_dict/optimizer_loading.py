@@ -18,6 +18,7 @@ from composable_shard.state_dict.gathering import scatter_full
 from composable_shard.state_dict.model_tensors import ModelRanks, canonical
 from composable_shard.state_dict.nested_state import (
     REST,
+    Cuts,
     flatten,
     flatten_rest,
     own_entries,
@@ -109,12 +110,14 @@ def prepare_load(
         given.spread(ranks)
     else:
         given.cut(ranks)
+    with ranks.agreed():
+        nested = [given.unflatten(optimizer) for optimizer in optimizers]
 
     def load() -> None:
         for handle in ranks.handles:
             handle.fix_owners()  # a rank that has a parameter has its state
-        for optimizer in optimizers:
-            _load(optimizer, groups, given)
+        for optimizer, states in zip(optimizers, nested, strict=True):
+            _load(optimizer, groups, given.options, states)
 
     return load
 
@@ -137,13 +140,18 @@ def keeps_tensors(optimizer: Optimizer) -> bool:
     return is_torchs and not any(load_hooks_of(optimizer))
 
 
-def _load(optimizer: Optimizer, groups: list[Group], given: _Given) -> None:
+def _load(
+    optimizer: Optimizer,
+    groups: list[Group],
+    options: list[dict[str, Any]],
+    states: tuple[States, dict[Any, Any], dict[str, Any]],
+) -> None:
     """Load through the optimizer's own method, which casts, moves and runs hooks."""
     param_groups: list[dict[str, Any]] = []
-    nested, other, entries = given.unflatten(optimizer)
+    nested, other, entries = states
     state: dict[Any, Any] = {}
     count = 0
-    for group, values in zip(groups, given.options, strict=True):
+    for group, values in zip(groups, options, strict=True):
         if group.optimizer is not optimizer:
             continue
         numbers = list(range(count, count + len(group.members)))
@@ -168,23 +176,35 @@ def _load(optimizer: Optimizer, groups: list[Group], given: _Given) -> None:
             _undo_casts(loaded, wanted)
 
 
-def _undo_casts(loaded: dict[Any, Any], given: Mapping[Any, Any]) -> None:
+def _undo_casts(loaded: Any, given: Mapping[Any, Any]) -> None:
     """Give state the dtype in which it was saved.
 
     `load_state_dict` casts it to the parameter's, which is that of state in torch's optimizers
     alone. Values that the optimizer has changed in its own way stay.
     """
     for name, value in given.items():
-        found = loaded.get(name)
-        if isinstance(value, dict) and isinstance(found, dict):
-            _undo_casts(found, value)
-        if not isinstance(value, Tensor) or not isinstance(found, Tensor):
-            continue
-        if found.dtype != value.dtype and type(found) is type(value) and found.shape == value.shape:
-            cast = value.to(device=found.device)
-            one, two = local_part(cast.to(found.dtype)), local_part(found)
-            if one.shape == two.shape and torch.equal(one, two):
-                loaded[name] = cast
+        if name in loaded:
+            loaded[name] = _as_saved(loaded[name], value)
+
+
+def _as_saved(found: Any, saved: Any) -> Any:
+    """Return a loaded value with the dtypes of the saved one, wherever only those differ."""
+    if type(found) is not type(saved):
+        return found
+    if isinstance(saved, dict):
+        _undo_casts(found, saved)
+    elif isinstance(saved, list | tuple | deque) and len(found) == len(saved):
+        items = [_as_saved(one, two) for one, two in zip(found, saved, strict=True)]
+        if isinstance(found, tuple):
+            return tuple(items) if type(found) is tuple else found
+        for number, item in enumerate(items):
+            found[number] = item
+    elif isinstance(saved, Tensor) and found.dtype != saved.dtype and found.shape == saved.shape:
+        cast = saved.to(device=found.device)
+        one, two = local_part(cast.to(found.dtype)), local_part(found)
+        if one.shape == two.shape and torch.equal(one, two):
+            return cast
+    return found
 
 
 class _Given:
@@ -228,19 +248,21 @@ class _Given:
                 f"unexpected {extra}. Pass StateDictOptions(strict=False) to ignore this."
             )
         self.options = [self._options_of(i, homes, saved) for i in range(len(self._groups))]
-        self.states = {
-            fqn: flatten(state_dict["state"][fqn], fqn)
-            for fqn in wanted
-            if state_dict["state"].get(fqn)
-        }
+        cuts = Cuts(self._specs, takes_others=True)
+        self.states = cuts.place(
+            {
+                fqn: flatten(state_dict["state"][fqn], fqn, cuts)
+                for fqn in wanted
+                if state_dict["state"].get(fqn)
+            }
+        )
         other = {
             key: value
             for key, value in state_dict["state"].items()
             if key not in homes and "." not in str(key)
         }
         entries = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
-        specs = {spec: fqn for fqn, spec in self._specs.items()}
-        for fqn, state in flatten_rest(other, entries, specs).items():
+        for fqn, state in flatten_rest(other, entries, cuts).items():
             self.states.setdefault(fqn, {}).update(state)
         self._check_shapes()
 
