@@ -39,7 +39,7 @@ _MAX_NAMES = 8  # in a message
 # Levels of the tree at which ranks may own different names; a value below is one rank's whole.
 _LEVELS = {
     **{"model": 1, "optimizer": 100, "scheduler": 1, "scaler": 1, "extra": 0},
-    **{"scheduler_kinds": 1, "optimizer_kinds": 1, "optimizer_cuts": 2},
+    **{"scheduler_kinds": 1, "optimizer_kinds": 1, "optimizer_cuts": 2, "extra_cuts": 1},
 }
 
 
@@ -301,9 +301,12 @@ def share_pieces(draft: Draft) -> list[list[int]]:
     for name, numel in numels.items():
         expected = torch.Size(tensors[name]["shape"]).numel()
         if numel != expected:
+            remedy = "all ranks of its mesh, and all of the default process group, must save"
+            if name.partition("/")[0] == "extra":
+                remedy = "pass the shards in `extra` on all ranks"
             raise ValueError(
                 f"expected the ranks to hold the {expected} elements of '{name}' once, found "
-                f"{numel}: all ranks of its mesh, and all of the default process group, must save"
+                f"{numel}: {remedy}"
             )
     chosen: list[list[int]] = [[] for _ in range(draft.world_size)]
     loads = [0] * draft.world_size

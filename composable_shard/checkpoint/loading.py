@@ -44,6 +44,7 @@ from composable_shard.checkpoint.run_state import (
     check_optimizers,
     compare_names,
     list_names,
+    read_extra,
 )
 from composable_shard.comm import HostGroup
 from composable_shard.options import StateDictOptions, check_path_order
@@ -65,7 +66,8 @@ class LoadedCheckpoint:
 
     Attributes:
         step: Number of steps taken when it was saved.
-        extra: Rank 0's `extra` of the save; tensors are whole, on the CPU.
+        extra: Rank 0's `extra` of the save; tensors are whole, on the CPU. Shards that were cut as
+            a parameter is are shards again, cut as it is now, on its device.
         path: Its directory.
         world_size: Number of ranks that saved it.
         is_rng_restored: Whether the states of random number generators were restored.
@@ -175,7 +177,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             }
             given = {"scheduler": schedulers, "scaler": as_dict(scaler)}
             objects = stage_objects(reader, given, is_strict=strict)
-            extra = json_tree.decode(reader.metadata.tree["extra"], reader.read_whole)
+            extra = read_extra(reader, own)
             rng_state = _read_rng_state(reader, group)
         _change(group, reader, staged, states, objects)
     if rng_state is not None:

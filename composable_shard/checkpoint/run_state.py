@@ -342,6 +342,19 @@ def _read_cut(reader: TensorReader, name: str, like: Tensor | None) -> Tensor:
     return reader.read_like(name, like, stored.dtype)
 
 
+def read_extra(reader: TensorReader, params: Mapping[str, Any]) -> Any:
+    """Return what a save got as `extra`; shards of it as those of the model's parameters are."""
+    cuts: Mapping[str, str] = reader.metadata.tree.get("extra_cuts", {})
+
+    def find(name: str) -> Tensor:
+        like = params.get(cuts.get(name, ""))
+        found = _read_cut(reader, name, like)
+        return found.to(like.device) if like is not None and not like.is_meta else found
+
+    with torch.no_grad():
+        return json_tree.decode(reader.metadata.tree["extra"], find)
+
+
 def _is_equal(reader: TensorReader, names: tuple[str, str], target: Tensor) -> bool:
     """Return whether this rank's parts of two tensors have the same bytes."""
     if names[0] == names[1]:

@@ -68,10 +68,8 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has state of a parameter, or a gradient to make it from."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    has_grads = any(param.grad is not None for param in params)
-    return has_grads or any(isinstance(key, Tensor) for key in optimizer.state)
+    """Return whether an optimizer has state of a parameter."""
+    return any(isinstance(key, Tensor) for key in optimizer.state)
 
 
 @contextmanager
