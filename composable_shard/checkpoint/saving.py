@@ -183,10 +183,11 @@ def _describe_extra(
     found: dict[str, Tensor] = {}
     encoded = json_tree.encode(extra, "extra", found)
     homes = _find_homes(cuts, {"state": {}}, found)
-    shards = {
-        name: value for name, value in found.items() if isinstance(value, FlatShard | DTensor)
-    }
-    return encoded, homes, shards if rank else found
+    if rank:
+        plain = [name for name, x in found.items() if not isinstance(x, FlatShard | DTensor)]
+        for name in plain:
+            del found[name]
+    return encoded, homes, found
 
 
 def _prefix(kind: str, name: str) -> str:

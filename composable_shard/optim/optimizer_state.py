@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -83,34 +85,43 @@ def made_state(optimizer: Optimizer) -> Iterator[None]:
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     kept = [(param.grad, param.detach().clone()) for param in params]
-    groups = [_values_of(group) for group in optimizer.param_groups]
-    numbers, state = _values_of(vars(optimizer)), {**optimizer.state}
+    contents = [*optimizer.param_groups, vars(optimizer)]
+    before = [{**content} for content in contents]
+    state = {**optimizer.state}
     is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
     try:
-        with torch.random.fork_rng():
-            for group in optimizer.param_groups:
-                for name in _ZEROED & group.keys() if is_torchs else ():
-                    group[name] = group[name] * 0
-            if is_torchs and not isinstance(optimizer, torch.optim.Rprop):  # a size, not a factor
-                for group in optimizer.param_groups:
-                    group["lr"] = group["lr"] * 0
-            for param in params:
-                wants_state = param.requires_grad and not is_owned_by_other_rank(param)
-                param.grad = torch.zeros_like(param) if wants_state else None
-            with torch.enable_grad():
-                optimizer.step()
-        _restore(optimizer, groups, numbers)
+        for content in contents:
+            content.update({k: _copied(v) for k, v in content.items() if _is_plain(v)})
+        optimizer.state.update(copy.deepcopy(state))
+        _step_on_zeros(optimizer, params, is_torchs=is_torchs)
+        _restore(contents, before)
         if is_torchs:
             _set_to_start(optimizer)
         yield
     finally:
-        _restore(optimizer, groups, numbers)
+        _restore(contents, before)
         optimizer.state.clear()
         optimizer.state.update(state)
         with torch.no_grad():
             for param, (grad, value) in zip(params, kept, strict=True):
                 param.grad = grad
                 param.copy_(value)
+
+
+def _step_on_zeros(optimizer: Optimizer, params: list[Tensor], *, is_torchs: bool) -> None:
+    """Take a step with zero gradients; of torch's optimizers one that leaves no trace in state."""
+    with torch.random.fork_rng():
+        for group in optimizer.param_groups:
+            for name in _ZEROED & group.keys() if is_torchs else ():
+                group[name] = group[name] * 0
+        if is_torchs and not isinstance(optimizer, torch.optim.Rprop):  # a size, not a factor
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * 0
+        for param in params:
+            wants_state = param.requires_grad and not is_owned_by_other_rank(param)
+            param.grad = torch.zeros_like(param) if wants_state else None
+        with torch.enable_grad():
+            optimizer.step()
 
 
 _ZEROED = frozenset({"weight_decay"})  # options that would leave a trace in momenta
@@ -129,21 +140,35 @@ def _set_to_start(optimizer: Optimizer) -> None:
                     value.zero_()
 
 
-def _values_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that a step may replace: numbers, texts, and copies of plain tensors."""
-    kinds = bool, int, float, complex, str, type(None), tuple, torch.Size
-    found = {name: value for name, value in content.items() if isinstance(value, kinds)}
-    tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
-    return found | {name: value.detach().clone() for name, value in tensors.items()}
+_NUMBERS = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 
 
-def _restore(optimizer: Optimizer, groups: list[dict[str, Any]], numbers: dict[str, Any]) -> None:
-    for content, values in zip(
-        [*optimizer.param_groups, vars(optimizer)], [*groups, numbers], strict=True
-    ):
-        kinds = bool, int, float, complex, str, type(None), Tensor
-        new = [k for k, v in content.items() if k not in values and isinstance(v, kinds)]
-        for name in new:
+def _is_plain(value: object) -> bool:
+    """Return whether a value is one that a step may change: numbers, a tensor, lists of numbers."""
+    if isinstance(value, dict):
+        return all(map(_is_number, [*value, *value.values()]))
+    if isinstance(value, list | tuple | set | deque):
+        return all(map(_is_number, value))
+    return isinstance(value, _NUMBERS) or _is_tensor(value)
+
+
+def _is_number(value: object) -> bool:
+    is_container = isinstance(value, dict | list | tuple | set | deque)
+    return _is_plain(value) if is_container else isinstance(value, _NUMBERS)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _restore(contents: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
+    """Give groups and attributes the values, and the objects, of before."""
+    for content, values in zip(contents, before, strict=True):
+        for name in [name for name in content if name not in values and _is_plain(content[name])]:
             del content[name]
         content.update(values)
 

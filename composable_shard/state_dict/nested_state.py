@@ -87,13 +87,26 @@ class Cuts:
                 home = self.find(value, fqn)
                 if home is None:
                     raise NotImplementedError(
-                        f"the optimizer state {name.strip(REST)!r} is a shard of "
-                        f"{value._shard_spec.label} that is cut as no parameter of the optimizer "
+                        f"the optimizer state {shown_name(name, fqn)} of '{fqn}' is a shard of "
+                        f"'{value._shard_spec.label}' that is cut as no parameter of the optimizer "
                         "is, so that no other run could cut it. Keep full_tensor() of it."
                     )
                 key = f"{REST}{name}{REST}{','.join(map(str, value.shape))}"
                 placed.setdefault(home, {})[key] = wrap(value._local, self.specs[home])
         return placed
+
+
+def shown_name(name: str, fqn: str) -> str:
+    """Return the name of a parameter's flat state as errors say it."""
+    return repr(name.strip(REST).partition(REST)[0].removeprefix(f"{fqn}/"))
+
+
+def is_kept_by_all(num_with_state: int, num_params: int) -> bool:
+    """Return whether one parameter's state is that of all parameters, as LBFGS's is.
+
+    Of a parameter that one rank owns whole, other ranks then have this state too.
+    """
+    return num_with_state == 1 and num_params > 1
 
 
 def _are_cut_alike(one: ShardSpec, two: ShardSpec) -> bool:
@@ -205,10 +218,11 @@ def read_states(groups: Iterable[Group]) -> States:
     for optimizer in dict.fromkeys(group.optimizer for group in groups):
         members = [m for group in groups if group.optimizer is optimizer for m in group.members]
         own, other, entries = _split(optimizer, members)
+        is_everyones = is_kept_by_all(sum(map(bool, own.values())), len(own))
         flat = {
             member.fqn: flatten(own[member.fqn], member.fqn, cuts)
             for member in members
-            if not is_owned_by_other_rank(member.param)
+            if is_everyones or not is_owned_by_other_rank(member.param)
         }
         for states in (cuts.place(flat), flatten_rest(other, entries, cuts)):
             for name, state in states.items():

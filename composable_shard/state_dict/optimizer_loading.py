@@ -21,7 +21,9 @@ from composable_shard.state_dict.nested_state import (
     Cuts,
     flatten,
     flatten_rest,
+    is_kept_by_all,
     own_entries,
+    shown_name,
     unflatten_rest,
 )
 from composable_shard.state_dict.optimizer_groups import (
@@ -150,6 +152,8 @@ def _load(
     param_groups: list[dict[str, Any]] = []
     nested, other, entries = states
     state: dict[Any, Any] = {}
+    members = [m for group in groups if group.optimizer is optimizer for m in group.members]
+    is_everyones = is_kept_by_all(len(nested), len(members))
     count = 0
     for group, values in zip(groups, options, strict=True):
         if group.optimizer is not optimizer:
@@ -157,7 +161,8 @@ def _load(
         numbers = list(range(count, count + len(group.members)))
         count += len(numbers)
         for number, member in zip(numbers, group.members, strict=True):
-            if nested.get(member.fqn) and not is_owned_by_other_rank(member.param):
+            has_state = is_everyones or not is_owned_by_other_rank(member.param)
+            if nested.get(member.fqn) and has_state:
                 state[number] = nested[member.fqn]
         param_groups.append({**group.options, **values, "params": numbers})
     if entries and "state" not in own_entries(optimizer):  # it wraps another one
@@ -166,40 +171,38 @@ def _load(
     state |= other
     optimizer.load_state_dict({"state": state, "param_groups": param_groups, **entries})
     is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
-    members = [m for group in groups if group.optimizer is optimizer for m in group.members]
     for number, member in enumerate(members):
         loaded, wanted = optimizer.state.get(member.param, {}), state.get(number, {})
-        for name, value in loaded.items():  # torch makes deques without their limit
-            if isinstance(value, deque) and isinstance(wanted.get(name), deque):
-                loaded[name] = deque(value, wanted[name].maxlen)
-        if not is_torchs:
-            _undo_casts(loaded, wanted)
+        for name in loaded.keys() & wanted.keys():
+            loaded[name] = _as_saved(loaded[name], wanted[name], is_cast=not is_torchs)
 
 
-def _undo_casts(loaded: Any, given: Mapping[Any, Any]) -> None:
-    """Give state the dtype in which it was saved.
+def _as_saved(found: Any, saved: Any, *, is_cast: bool) -> Any:
+    """Return a loaded value as it was saved, where `Optimizer.load_state_dict` has changed it.
 
-    `load_state_dict` casts it to the parameter's, which is that of state in torch's optimizers
-    alone. Values that the optimizer has changed in its own way stay.
+    It makes deques without their limit, and texts of generators. It casts to the parameter's dtype,
+    which is that of state in torch's optimizers alone: with `is_cast`, the saved dtype comes back.
+    Values that the optimizer has changed in its own way stay.
     """
-    for name, value in given.items():
-        if name in loaded:
-            loaded[name] = _as_saved(loaded[name], value)
-
-
-def _as_saved(found: Any, saved: Any) -> Any:
-    """Return a loaded value with the dtypes of the saved one, wherever only those differ."""
     if type(found) is not type(saved):
         return found
+    if isinstance(saved, str):
+        return saved if found.startswith("<generator object") else found
     if isinstance(saved, dict):
-        _undo_casts(found, saved)
-    elif isinstance(saved, list | tuple | deque) and len(found) == len(saved):
-        items = [_as_saved(one, two) for one, two in zip(found, saved, strict=True)]
-        if isinstance(found, tuple):
-            return tuple(items) if type(found) is tuple else found
-        for number, item in enumerate(items):
-            found[number] = item
-    elif isinstance(saved, Tensor) and found.dtype != saved.dtype and found.shape == saved.shape:
+        for key in found.keys() & saved.keys():
+            found[key] = _as_saved(found[key], saved[key], is_cast=is_cast)
+    elif type(saved) in (list, tuple, deque) and len(found) == len(saved):
+        pairs = zip(found, saved, strict=True)
+        items = [_as_saved(one, two, is_cast=is_cast) for one, two in pairs]
+        return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
+    elif is_cast and isinstance(saved, Tensor):
+        return _with_dtype(found, saved)
+    return found
+
+
+def _with_dtype(found: Tensor, saved: Tensor) -> Tensor:
+    """Return the saved values on the loaded tensor's device, if a cast alone has changed them."""
+    if found.dtype != saved.dtype and found.shape == saved.shape:
         cast = saved.to(device=found.device)
         one, two = local_part(cast.to(found.dtype)), local_part(found)
         if one.shape == two.shape and torch.equal(one, two):
@@ -353,7 +356,7 @@ class _Given:
                 fits = has_fitting_shape(value, spec) if spec else value.shape == shapes[fqn]
                 if is_alike and not fits:
                     raise ValueError(
-                        f"expected the state '{name}' of '{fqn}' to have shape "
+                        f"expected the state {shown_name(name, fqn)} of '{fqn}' to have shape "
                         f"{tuple(shapes[fqn])}, got {tuple(value.shape)}"
                     )
                 is_alike |= value.shape == shapes[fqn] and name not in scalars
@@ -444,9 +447,9 @@ class _Given:
                 tensor = value.tensor if isinstance(value, _Whole) else value
                 if isinstance(tensor, FlatShard | DTensor):
                     raise ValueError(
-                        f"expected the state '{name}' of '{fqn}' to be a whole plain tensor, got a "
-                        f"{type(tensor).__name__}, whose shards other ranks hold. Pass "
-                        "StateDictOptions() and give every rank its shard."
+                        f"expected the state {shown_name(name, fqn)} of '{fqn}' to be a whole plain "
+                        f"tensor, got a {type(tensor).__name__}, whose shards other ranks hold. "
+                        "Pass StateDictOptions() and give every rank its shard."
                     )
 
 

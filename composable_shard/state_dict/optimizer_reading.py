@@ -23,7 +23,12 @@ from composable_shard.state_dict.gathering import (
     gather_full,
 )
 from composable_shard.state_dict.model_tensors import ModelRanks
-from composable_shard.state_dict.nested_state import REST, read_states, unflatten_rest
+from composable_shard.state_dict.nested_state import (
+    REST,
+    read_states,
+    shown_name,
+    unflatten_rest,
+)
 from composable_shard.state_dict.optimizer_groups import (
     Group,
     Optimizers,
@@ -173,7 +178,7 @@ def _fetch_large(
     names = sorted({(fqn, name) for each in told for fqn, state in each.items() for name in state})
     for fqn, name in names:
         found = [each.get(fqn, {}).get(name) for each in told]
-        like = next(each for each in found if each is not None)
+        like = next((each for each in found if each is not None), None)
         if not isinstance(like, Tensor) or not like.is_meta or None not in found:
             continue  # small, or on every rank
         value = states[fqn][name]
@@ -194,8 +199,8 @@ def _empty_shard(
     start, end = spec.local_range
     if start < end:
         raise RuntimeError(
-            f"the optimizer state '{name}' of '{fqn}' is not on all ranks that hold a shard of the "
-            "parameter. Step the optimizer on all ranks."
+            f"the optimizer state {shown_name(name, fqn)} of '{fqn}' is not on all ranks that hold a "
+            "shard of the parameter. Step the optimizer on all ranks."
         )
     memory = torch.empty(0, dtype=dtype, device=handle.local_shard.device)
     return FlatShard(memory, spec)
@@ -233,7 +238,10 @@ def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Ite
         for fqn, state in states.items()
     }
     for handle, fqns in names.items():
-        for (key, dtype), indices in group_kinds(fqns, dtypes).items():
+        kinds = group_kinds(fqns, dtypes)
+        # Ranks may have made the state of different parameters, in another order.
+        for key, dtype in sorted(kinds, key=str):
+            indices = sorted(kinds[key, dtype])
             shard = torch.zeros_like(handle.local_shard, dtype=dtype)
             for index in indices:
                 piece = states[fqns[index]][key]._local

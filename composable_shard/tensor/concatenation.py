@@ -61,8 +61,7 @@ class ConcatSpec(ShardSpec):
         """Raise: a pickle would hold parts of this rank alone."""
         raise RuntimeError(f"{self.label} can't be pickled. Take full_tensor() on all ranks.")
 
-    @property  # type: ignore[misc] # of a vector there is none
-    def region(self) -> NoReturn:
+    def check_has_region(self) -> NoReturn:
         """Raise: the parts are no region of a tensor."""
         raise RuntimeError(
             f"the vector of {self.label} can't be saved in parts. Use save_checkpoint, or take "
