@@ -91,7 +91,8 @@ def made_state(optimizer: Optimizer) -> Iterator[None]:
     is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
     try:
         for content in contents:
-            content.update({k: _copied(v) for k, v in content.items() if _is_plain(v)})
+            plain = {k: v for k, v in content.items() if k != "state" and _is_plain(v)}
+            content.update({name: _copied(value) for name, value in plain.items()})
         optimizer.state.update(copy.deepcopy(state))
         _step_on_zeros(optimizer, params, is_torchs=is_torchs)
         _restore(contents, before)

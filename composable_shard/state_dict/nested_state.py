@@ -66,8 +66,10 @@ class Cuts:
         if not isinstance(value, FlatShard):
             return True
         spec = self.specs.get(fqn)
-        if spec is None or len(parts_of(value)) > 1:
+        if len(parts_of(value)) > 1:
             return False
+        if spec is None:
+            return self._takes_others
         found = self.find(value, fqn)
         is_other = found is None and self._takes_others
         return (found == fqn and value.shape == spec.shape) or is_other
@@ -98,7 +100,7 @@ class Cuts:
 
 def shown_name(name: str, fqn: str) -> str:
     """Return the name of a parameter's flat state as errors say it."""
-    return repr(name.strip(REST).partition(REST)[0].removeprefix(f"{fqn}/"))
+    return repr(name.strip(REST).partition(REST)[0].removeprefix(f"{fqn}/").strip("/"))
 
 
 def is_kept_by_all(num_with_state: int, num_params: int) -> bool:

@@ -199,8 +199,8 @@ def _empty_shard(
     start, end = spec.local_range
     if start < end:
         raise RuntimeError(
-            f"the optimizer state {shown_name(name, fqn)} of '{fqn}' is not on all ranks that hold a "
-            "shard of the parameter. Step the optimizer on all ranks."
+            f"the optimizer state {shown_name(name, fqn)} of '{fqn}' is not on all ranks that "
+            "hold a shard of the parameter. Step the optimizer on all ranks."
         )
     memory = torch.empty(0, dtype=dtype, device=handle.local_shard.device)
     return FlatShard(memory, spec)
