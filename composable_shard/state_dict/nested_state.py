@@ -248,6 +248,18 @@ def own_entries(optimizer: Optimizer) -> Mapping[str, Any]:
     return state
 
 
+def why_unsaved(optimizer: Optimizer) -> str:
+    """Return why no save can hold the state that an optimizer has now; empty if one can."""
+    cuts = Cuts({}, takes_others=True)
+    for key, state in optimizer.state.items():
+        label = str(key._shard_spec.label) if isinstance(key, FlatShard) else "all parameters"
+        try:
+            flatten(state if isinstance(state, dict) else {key: state}, label, cuts)
+        except NotImplementedError as error:
+            return str(error)
+    return ""
+
+
 def _split(
     optimizer: Optimizer, members: list[Member]
 ) -> tuple[States, dict[Any, Any], dict[str, Any]]:

@@ -29,7 +29,7 @@ from tests.harness.helpers import assert_equal, distributed, run_ranks
 from tests.programs.models import EVERYWHERE, Net, shard_blocks
 
 
-class Odd(torch.optim.Optimizer):
+class KeepsEverything(torch.optim.Optimizer):
     """Keeps state in containers, in views, in other dtypes and under a key of its own."""
 
     def __init__(self, params: Any) -> None:
@@ -102,7 +102,7 @@ def lbfgs(params: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(params, lr=0.1, max_iter=3, history_size=3)
 
 
-def build(make: Any, shard: dict[str, Any] | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_run(make: Any, shard: dict[str, Any] | None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model, sharded unless `shard` is None, and its optimizer."""
     torch.manual_seed(0)
     model = Net()
@@ -142,7 +142,7 @@ def whole_values(value: Any) -> Any:
     return value
 
 
-def assert_same(found: Any, expected: Any, what: str = "") -> None:
+def assert_same_nested(found: Any, expected: Any, what: str = "") -> None:
     """Assert equal values, kinds, dtypes and keys."""
     assert type(found) is type(expected), what
     if isinstance(expected, Tensor):
@@ -150,12 +150,12 @@ def assert_same(found: Any, expected: Any, what: str = "") -> None:
     elif isinstance(expected, dict):
         assert found.keys() == expected.keys(), what
         for key, value in expected.items():
-            assert_same(found[key], value, f"{what}/{key}")
+            assert_same_nested(found[key], value, f"{what}/{key}")
     elif isinstance(expected, list | tuple | deque):
         assert getattr(found, "maxlen", 0) == getattr(expected, "maxlen", 0)
         assert len(found) == len(expected), what
         for number, value in enumerate(expected):
-            assert_same(found[number], value, f"{what}/{number}")
+            assert_same_nested(found[number], value, f"{what}/{number}")
     else:
         assert found == expected, what
 
@@ -167,7 +167,7 @@ def outcome(model: nn.Module, optimizer: Any) -> Any:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "odd": Odd,
+    "odd": KeepsEverything,
     "crossed": Crossed,
     "lbfgs": lbfgs,
 }
@@ -182,7 +182,7 @@ SHARDS: dict[str, dict[str, Any]] = {
 
 def save_at_two(name: str, shard: str, path: Path) -> Any:
     """Save after two steps; return what the run has then, and after four."""
-    model, optimizer = build(OPTIMIZERS[name], SHARDS[shard])
+    model, optimizer = make_run(OPTIMIZERS[name], SHARDS[shard])
     go(model, optimizer, 0, 2)
     saved = outcome(model, optimizer)
     save_checkpoint(path, model, optimizer, step=2)
@@ -192,9 +192,9 @@ def save_at_two(name: str, shard: str, path: Path) -> Any:
 
 def load_at_two(name: str, shard: str, path: Path, expected: Any) -> Any:
     """Load, compare with the saved values bit for bit, and return what two more steps give."""
-    model, optimizer = build(OPTIMIZERS[name], SHARDS[shard])
+    model, optimizer = make_run(OPTIMIZERS[name], SHARDS[shard])
     load_checkpoint(path, model, optimizer)
-    assert_same(outcome(model, optimizer), expected)
+    assert_same_nested(outcome(model, optimizer), expected)
     if shard == "param" and name in COMBINES:
         return expected
     go(model, optimizer, 2, 4)
@@ -203,7 +203,7 @@ def load_at_two(name: str, shard: str, path: Path, expected: Any) -> Any:
 
 def plain_at_four(name: str) -> list[Tensor]:
     """Return a plain model's parameters after four steps."""
-    model, optimizer = build(OPTIMIZERS[name], None)
+    model, optimizer = make_run(OPTIMIZERS[name], None)
     go(model, optimizer, 0, 4)
     return [param.detach() for param in model.parameters()]
 
@@ -229,7 +229,7 @@ def test_a_run_resumes_with_all_its_state(
     found = run_ranks(world_size, load_at_two, name, into, tmp_path, saved)
     if (shard, world_size) == (into, 2):
         for each in found:
-            assert_same(each, after)
+            assert_same_nested(each, after)
     if into == "param" and name in COMBINES:
         return
     for value, expected in zip(found[-1][0], plain_at_four(name), strict=True):
@@ -242,24 +242,24 @@ def test_a_run_resumes_with_all_its_state(
 def test_state_dicts_carry_all_state(name: str, is_full: bool) -> None:
     """Whole or in shards, into a fresh optimizer of the same model."""
     options = EVERYWHERE if is_full else StateDictOptions()
-    model, optimizer = build(OPTIMIZERS[name], {})
+    model, optimizer = make_run(OPTIMIZERS[name], {})
     go(model, optimizer, 0, 2)
     saved = whole_values(optimizer.state_dict())
     state = get_optimizer_state_dict(model, optimizer, options=options)
     fresh = OPTIMIZERS[name](model.parameters())
     set_optimizer_state_dict(model, fresh, state)
-    assert_same(whole_values(fresh.state_dict()), saved)
+    assert_same_nested(whole_values(fresh.state_dict()), saved)
 
 
 @distributed(2)
 def test_whole_state_is_that_of_a_plain_optimizer() -> None:
     """A plain optimizer loads it, and goes on as the sharded one."""
-    for name in sorted(COMBINES):  # torch's load_state_dict loses the limits of Odd's deques
+    for name in sorted(COMBINES):  # torch's load_state_dict loses the limits of deques
         make = OPTIMIZERS[name]
-        model, optimizer = build(make, {})
+        model, optimizer = make_run(make, {})
         go(model, optimizer, 0, 2)
         state = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)
-        plain, other = build(make, None)
+        plain, other = make_run(make, None)
         names = {fqn: number for number, (fqn, _) in enumerate(plain.named_parameters())}
         numbered = {names.get(key, key): value for key, value in state["state"].items()}
         groups = [
@@ -291,7 +291,7 @@ class Sliced(torch.optim.SGD):
 @distributed(2)
 def test_a_shard_cut_as_no_parameter_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     """On all ranks, naming the state."""
-    model, optimizer = build(lambda params: Sliced(params, lr=0.1), {})
+    model, optimizer = make_run(lambda params: Sliced(params, lr=0.1), {})
     go(model, optimizer, 0, 1)
     with pytest.raises(NotImplementedError, match=r"'rows'.* is a shard of 'inp.weight'"):
         save_checkpoint(tmp_path / "run", model, optimizer, step=1)
@@ -305,7 +305,7 @@ def test_a_shard_cut_as_no_parameter_is_refused_before_anything_is_written(tmp_p
 @distributed(2)
 def test_dcp_saves_all_state_or_refuses_it_by_name(name: str, tmp_path: Path) -> None:
     """DCP pickles tuples and deques of rank 0: without the error, shards in them would be lost."""
-    model, optimizer = build(OPTIMIZERS[name], {})
+    model, optimizer = make_run(OPTIMIZERS[name], {})
     go(model, optimizer, 0, 2)
     state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
     with pytest.raises(dcp.CheckpointException, match="save_checkpoint"):
@@ -327,7 +327,7 @@ MADE_AHEAD: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda params: torch.optim.RMSprop(params, weight_decay=0.1, momentum=0.5),
     "nadam": lambda params: torch.optim.NAdam(params, weight_decay=0.1),
     "asgd": torch.optim.ASGD,
-    "odd": Odd,
+    "odd": KeepsEverything,
 }
 
 
@@ -340,7 +340,7 @@ def test_reading_state_ahead_changes_no_training(name: str, when: str, is_fsdp2:
     ahead = StateDictOptions(init_optimizer_state=True)
 
     def train(*, is_read: bool) -> list[Tensor]:
-        model, optimizer = build(MADE_AHEAD[name], {})
+        model, optimizer = make_run(MADE_AHEAD[name], {})
 
         def read() -> None:
             if is_fsdp2:
@@ -360,7 +360,7 @@ def test_reading_state_ahead_changes_no_training(name: str, when: str, is_fsdp2:
                 read()
         return [whole_values(param.detach()) for param in model.parameters()]
 
-    assert_same(train(is_read=True), train(is_read=False))
+    assert_same_nested(train(is_read=True), train(is_read=False))
 
 
 # --- averages ---
@@ -368,7 +368,7 @@ def test_reading_state_ahead_changes_no_training(name: str, when: str, is_fsdp2:
 
 def save_average(path: Path) -> Any:
     """Save an average of the parameters, other shards and numbers in `extra`."""
-    model, optimizer = build(lambda params: torch.optim.SGD(params, lr=0.1), {})
+    model, optimizer = make_run(lambda params: torch.optim.SGD(params, lr=0.1), {})
     average = {name: param.detach().clone() for name, param in model.named_parameters()}
     go(model, optimizer, 0, 2)
     for name, param in model.named_parameters():
@@ -389,9 +389,9 @@ def save_average(path: Path) -> Any:
 
 def load_average(path: Path, shard: str | None, expected: Any) -> None:
     """Load it, compare by value, and combine it with the parameters."""
-    model, _ = build(lambda params: torch.optim.SGD(params, lr=0.1), shard and SHARDS[shard])
+    model, _ = make_run(lambda params: torch.optim.SGD(params, lr=0.1), shard and SHARDS[shard])
     found = load_checkpoint(path, model).extra
-    assert_same(whole_values(found), expected)
+    assert_same_nested(whole_values(found), expected)
     is_owned = shard == "param"  # owners' values combine in a step alone
     for name, param in () if is_owned else model.named_parameters():
         average = found["average"][name]
@@ -418,7 +418,7 @@ def test_averages_in_extra_come_back_as_shards(
 @distributed(2)
 def test_shards_in_extra_of_one_rank_alone_are_refused(tmp_path: Path) -> None:
     """The error names the value and `extra`."""
-    model, _ = build(lambda params: torch.optim.SGD(params, lr=0.1), {})
+    model, _ = make_run(lambda params: torch.optim.SGD(params, lr=0.1), {})
     extra = {"average": model.inp.weight.detach()} if dist.get_rank() == 0 else None
     with pytest.raises(ValueError, match=r"'extra/average' once.* in `extra` on all ranks"):
         save_checkpoint(tmp_path, model, step=1, extra=extra)
@@ -432,7 +432,7 @@ def test_a_scaler_that_was_off_is_refused_before_anything_changes(tmp_path: Path
     """With the remedy, which works; a scaler that is off takes any state."""
 
     def make(*, enabled: bool) -> tuple[Any, Any, Any, Any]:
-        model, optimizer = build(lambda params: torch.optim.SGD(params, lr=0.1), {})
+        model, optimizer = make_run(lambda params: torch.optim.SGD(params, lr=0.1), {})
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         return model, optimizer, scheduler, torch.amp.GradScaler("cpu", 8.0, enabled=enabled)
 
@@ -444,7 +444,7 @@ def test_a_scaler_that_was_off_is_refused_before_anything_changes(tmp_path: Path
     before = whole_values([*model.parameters()]), scheduler.state_dict()
     with pytest.raises(ValueError, match=r"a scaler that was off.* strict=False"):
         load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, scaler=scaler)
-    assert_same((whole_values([*model.parameters()]), scheduler.state_dict()), before)
+    assert_same_nested((whole_values([*model.parameters()]), scheduler.state_dict()), before)
     with pytest.warns(UserWarning, match=r"a scaler that was off.* begins anew"):
         load_checkpoint(
             tmp_path, model, optimizer, scheduler=scheduler, scaler=scaler, strict=False

@@ -48,7 +48,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-class Net(nn.Module):
+class _MixedNet(nn.Module):
     """Parameters of one to three dims."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Net(nn.Module):
         return self.head(self.b(h))
 
 
-def loss_of(model: nn.Module, step: int) -> Tensor:
+def _shared_loss(model: nn.Module, step: int) -> Tensor:
     """Return the loss of a step's batch, which all ranks share."""
     generator = torch.Generator().manual_seed(100 + step)
     x = torch.randint(0, 40, (6, 7), generator=generator)
@@ -79,7 +79,7 @@ def take_step(model: nn.Module, optimizer: Any, way: str, step: int) -> None:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of(model, step)
+        loss = _shared_loss(model, step)
         loss.backward()
         return loss
 
@@ -93,17 +93,17 @@ def take_step(model: nn.Module, optimizer: Any, way: str, step: int) -> None:
         loss = closure()
         optimizer.step(loss.detach)
     else:
-        loss_of(model, step).backward(create_graph=way == "graph")
+        _shared_loss(model, step).backward(create_graph=way == "graph")
         optimizer.step()
     optimizer.zero_grad()
 
 
-class Run:
+class _Resumed:
     """A model and an optimizer."""
 
     def __init__(self, make: Callable[[nn.Module], Any], options: dict[str, Any] | None) -> None:
         torch.manual_seed(0)
-        self.model = Net()
+        self.model = _MixedNet()
         if options is not None:
             for module in (self.model.a, self.model.c, self.model.b, self.model):
                 fully_shard(module, **options)
@@ -125,8 +125,8 @@ class Run:
         ]
 
 
-def _plain(make: Callable[[nn.Module], Any], tell: Callable[[str], None]) -> Any:
-    run = Run(make, None)
+def _resume_plain(make: Callable[[nn.Module], Any], tell: Callable[[str], None]) -> Any:
+    run = _Resumed(make, None)
     run.go(0, _SAVED_AT)
     tell("save")
     file = io.BytesIO()
@@ -134,7 +134,7 @@ def _plain(make: Callable[[nn.Module], Any], tell: Callable[[str], None]) -> Any
     tell("run")
     run.go(_SAVED_AT, _NUM_STEPS)
     tell("load")
-    again = Run(make, None)
+    again = _Resumed(make, None)
     file.seek(0)
     model, optimizer = torch.load(file, weights_only=False)
     again.model.load_state_dict(model)
@@ -145,8 +145,8 @@ def _plain(make: Callable[[nn.Module], Any], tell: Callable[[str], None]) -> Any
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def _first(make: Any, mode: str, path: str, tell: Callable[[str], None]) -> Any:
-    run = Run(make, MODES[mode])
+def _run_and_save(make: Any, mode: str, path: str, tell: Callable[[str], None]) -> Any:
+    run = _Resumed(make, MODES[mode])
     run.go(0, _SAVED_AT)
     tell("save")
     if mode == "dict":
@@ -166,9 +166,9 @@ def _first(make: Any, mode: str, path: str, tell: Callable[[str], None]) -> Any:
     return [value.tolist() for value in run.values()]
 
 
-def _second(make: Any, mode: str, path: str, tell: Callable[[str], None]) -> Any:
+def _load_and_run(make: Any, mode: str, path: str, tell: Callable[[str], None]) -> Any:
     tell("load")
-    run = Run(make, MODES[mode])
+    run = _Resumed(make, MODES[mode])
     if mode == "dict":
         from composable_shard import set_model_state_dict  # noqa: PLC0415
 
@@ -226,7 +226,7 @@ def _in_processes(size: int, work: Any) -> list[Any]:
     return found
 
 
-def _judge(first: list[Any], second: list[Any]) -> list[Any]:
+def _compare_runs(first: list[Any], second: list[Any]) -> list[Any]:
     for part in (first, second):
         bad = [each for each in part if each[0] != "ok"]
         if bad:
@@ -245,19 +245,23 @@ def rows(listing: str, modes: list[str], only: list[str] | None) -> Iterator[dic
     for name, make in importlib.import_module(listing).optimizers():
         if only is not None and name not in only:
             continue
-        (status, value), *_ = _in_processes(0, lambda tell, make=make: _plain(make, tell))
+        (status, value), *_ = _in_processes(0, lambda tell, make=make: _resume_plain(make, tell))
         plain = [status, value] if status != "ok" else ["differs" if value else "exact", value]
         row: dict[str, Any] = {"name": name, "plain": plain}
         for mode in modes if plain[0] in ("exact", "differs") else ():
             with tempfile.TemporaryDirectory() as folder:
                 path = f"{folder}/run"
-                first = _in_processes(2, lambda t, m=make, w=mode, p=path: _first(m, w, p, t))
+                first = _in_processes(
+                    2, lambda t, m=make, w=mode, p=path: _run_and_save(m, w, p, t)
+                )
                 size = 1 if mode == "world" else 2
                 if any(status != "ok" for status, _ in first):
-                    row[mode] = _judge(first, [])
+                    row[mode] = _compare_runs(first, [])
                     continue
-                second = _in_processes(size, lambda t, m=make, w=mode, p=path: _second(m, w, p, t))
-                row[mode] = _judge(first, second)
+                second = _in_processes(
+                    size, lambda t, m=make, w=mode, p=path: _load_and_run(m, w, p, t)
+                )
+                row[mode] = _compare_runs(first, second)
         yield row
 
 
