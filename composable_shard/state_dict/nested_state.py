@@ -68,8 +68,8 @@ class Cuts:
         spec = self.specs.get(fqn)
         if len(parts_of(value)) > 1:
             return False
-        if spec is None:
-            return self._takes_others
+        if spec is None:  # a plain parameter, which takes whole values
+            return self._takes_others and fqn != REST
         found = self.find(value, fqn)
         is_other = found is None and self._takes_others
         return (found == fqn and value.shape == spec.shape) or is_other
