@@ -508,7 +508,7 @@ def test_every_page_is_in_the_index() -> None:
 
 def test_the_readme_is_short() -> None:
     """It is a front page; manuals are in docs/."""
-    assert len(README.read_text().splitlines()) <= 130
+    assert len(README.read_text().splitlines()) <= 140
     assert max(len(block.code.splitlines()) for block in _blocks(README)) <= 35
 
 
@@ -551,7 +551,7 @@ def test_sentences_are_short(page: Path) -> None:
 
 def test_the_changelog_is_short() -> None:
     """It has what a user of the last release needs."""
-    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 130
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 140
 
 
 def test_metadata_is_complete() -> None:

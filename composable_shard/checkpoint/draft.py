@@ -38,8 +38,8 @@ _SAMPLE_NUMEL = 1 << 16
 _MAX_NAMES = 8  # in a message
 # Levels of the tree at which ranks may own different names; a value below is one rank's whole.
 _LEVELS = {
-    **{"model": 1, "optimizer": 4, "scheduler": 1, "scaler": 1, "extra": 0},
-    **{"scheduler_kinds": 1, "optimizer_kinds": 1},
+    **{"model": 1, "optimizer": 100, "scheduler": 1, "scaler": 1, "extra": 0},
+    **{"scheduler_kinds": 1, "optimizer_kinds": 1, "optimizer_cuts": 2, "extra_cuts": 1},
 }
 
 
@@ -69,12 +69,19 @@ class ModelOwners:
         named = ((fqn, json_tree.tensor_name(value)) for fqn, value in tree.items())
         return {name: self.of(fqn, tensors[name]) for fqn, name in named if name is not None}
 
-    def of_optimizer(self, tree: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Owners]:
-        """Return the owners of an encoded optimizer's tensors, tensors in its options included."""
+    def of_optimizer(
+        self, tree: dict[str, Any], tensors: dict[str, Tensor], cuts: Mapping[str, str]
+    ) -> dict[str, Owners]:
+        """Return the owners of an encoded optimizer's tensors, tensors in its options included.
+
+        `cuts` has the FQN of the parameter that a shard is cut like, by the tensor's name.
+        """
         found = dict.fromkeys(tensors, self._model)
         for fqn, state in tree["state"].items():
-            for name in filter(None, map(json_tree.tensor_name, state.values())):
+            for name in json_tree.tensor_names(state):
                 found[name] = self.of(fqn, tensors[name])
+        for name, fqn in cuts.items():
+            found[name] = self.of(fqn, tensors[name])
         return found
 
 
@@ -234,7 +241,7 @@ def merge_trees(trees: list[Any]) -> dict[str, Any]:
     Parameter groups are joined, because ranks may own different parameters.
     """
     merged: dict[str, Any] = {
-        kind: reduce(partial(json_tree.merge, depth=depth), [tree[kind] for tree in trees])
+        kind: reduce(partial(json_tree.merge, depth=depth), [tree.get(kind, {}) for tree in trees])
         for kind, depth in _LEVELS.items()
     }
     for name, state in merged["optimizer"].items():
@@ -294,9 +301,12 @@ def share_pieces(draft: Draft) -> list[list[int]]:
     for name, numel in numels.items():
         expected = torch.Size(tensors[name]["shape"]).numel()
         if numel != expected:
+            remedy = "all ranks of its mesh, and all of the default process group, must save"
+            if name.partition("/")[0] == "extra":
+                remedy = "pass the shards in `extra` on all ranks"
             raise ValueError(
                 f"expected the ranks to hold the {expected} elements of '{name}' once, found "
-                f"{numel}: all ranks of its mesh, and all of the default process group, must save"
+                f"{numel}: {remedy}"
             )
     chosen: list[list[int]] = [[] for _ in range(draft.world_size)]
     loads = [0] * draft.world_size

@@ -44,6 +44,7 @@ from composable_shard.checkpoint.run_state import (
     check_optimizers,
     compare_names,
     list_names,
+    read_extra,
 )
 from composable_shard.comm import HostGroup
 from composable_shard.options import StateDictOptions, check_path_order
@@ -65,7 +66,8 @@ class LoadedCheckpoint:
 
     Attributes:
         step: Number of steps taken when it was saved.
-        extra: Rank 0's `extra` of the save; tensors are whole, on the CPU.
+        extra: Rank 0's `extra` of the save; tensors are whole, on the CPU. Shards that were cut as
+            a parameter is are shards again, cut as it is now, on its device.
         path: Its directory.
         world_size: Number of ranks that saved it.
         is_rng_restored: Whether the states of random number generators were restored.
@@ -166,13 +168,16 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     with reader, torch.inference_mode(False):
         with group.agreed(), _parsing(reader.folder / METADATA):
             staged = StagedModel.read(reader, model, own, is_strict=strict)
+            cuts = reader.metadata.tree.get("optimizer_cuts", {})
             states = {
-                name: StagedOptimizer.read(reader, own, view, tree, is_strict=strict)
+                name: StagedOptimizer.read(
+                    reader, own, view, (tree, cuts.get(name, {})), is_strict=strict
+                )
                 for (name, view), tree in zip(views.items(), trees, strict=True)
             }
-            objects = stage_objects(reader, "scheduler", schedulers, is_strict=strict)
-            objects += stage_objects(reader, "scaler", as_dict(scaler), is_strict=strict)
-            extra = json_tree.decode(reader.metadata.tree["extra"], reader.read_whole)
+            given = {"scheduler": schedulers, "scaler": as_dict(scaler)}
+            objects = stage_objects(reader, given, is_strict=strict)
+            extra = read_extra(reader, own)
             rng_state = _read_rng_state(reader, group)
         _change(group, reader, staged, states, objects)
     if rng_state is not None:
@@ -188,8 +193,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         reader.nbytes_read,
         taken=("model", "step"),
     )
-    given = {"optimizer": optimizers, "scheduler": schedulers, "scaler": as_dict(scaler)}
-    return _told(loaded, reader, given)
+    return _told(loaded, reader, {"optimizer": optimizers, **given})
 
 
 def _told(

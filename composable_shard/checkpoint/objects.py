@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -78,9 +79,22 @@ def check_names(
 
 
 def stage_objects(
+    reader: TensorReader, objects: Mapping[str, dict[str, Any]], *, is_strict: bool
+) -> list[Change]:
+    """Return functions that load the new states of schedulers and scalers, with the states.
+
+    Args:
+        objects: By kind, "scheduler" or "scaler", and name.
+    """
+    staged = []
+    for kind, named in objects.items():
+        staged += _stage_kind(reader, kind, named, is_strict=is_strict)
+    return staged
+
+
+def _stage_kind(
     reader: TensorReader, kind: str, objects: dict[str, Any], *, is_strict: bool
 ) -> list[Change]:
-    """Return functions that load the new states of schedulers or a scaler, with the states."""
     saved = reader.metadata.tree.get(kind)
     if kind == "scaler" and bool(objects) != bool(saved):
         text = (
@@ -97,6 +111,14 @@ def stage_objects(
             f"{_named(kind, objects)}. Pass what was saved, in a list or dict of the same names."
         )
     states = {name: json_tree.decode(stored[name], reader.read_whole) for name in objects}
+    for name in [name for name, each in objects.items() if _is_off(each, states[name])]:
+        text = f"{reader.folder} has the state of a scaler that was off, and the one here is on"
+        if is_strict:
+            raise ValueError(
+                f"{text}. Pass no scaler, or strict=False: it begins with the scale that it has."
+            )
+        warnings.warn(f"{text}: it begins anew", UserWarning, stacklevel=4)
+        del states[name]
     kinds = reader.metadata.tree.get("scheduler_kinds", {})
     for name, each in objects.items() if is_strict else ():
         if isinstance(each, LRScheduler):
@@ -106,7 +128,12 @@ def stage_objects(
                     f"the state of a {kind} in {reader.folder} {problem}. Build the {kind} that "
                     "was saved, or pass strict=False."
                 )
-    return [(each.load_state_dict, states[name]) for name, each in objects.items()]
+    return [(objects[name].load_state_dict, state) for name, state in states.items()]
+
+
+def _is_off(scaler: Any, state: Any) -> bool:
+    """Return whether an enabled `GradScaler` would refuse a state: that of a disabled one."""
+    return isinstance(scaler, GradScaler) and scaler.is_enabled() and not state
 
 
 def _named(kind: str, names: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from composable_shard.state_dict import (
     runs_own_code,
     set_model_state_dict,
 )
-from composable_shard.tensor import FlatShard, kind_of, local_part, region_of
+from composable_shard.tensor import FlatShard, is_joinable, kind_of, local_part, region_of
 
 _MAX_NAMES = 8  # in a message
 
@@ -252,30 +252,43 @@ class StagedOptimizer:
         reader: TensorReader,
         params: dict[str, Any],
         view: list[Group],
-        tree: Any,
+        stored: tuple[Any, Mapping[str, str]],
         *,
         is_strict: bool,
     ) -> StagedOptimizer:
         """Verify this rank's part, and read what `fill` will not; changes nothing.
 
         State of a parameter's shape is sharded as the parameter is; other state is read whole.
+
+        Args:
+            stored: The encoded state, and the FQN of the parameter that a shard was cut like, by
+                the tensor's name.
         """
+        tree, cuts = stored
         groups = json_tree.decode(tree["param_groups"], reader.read_whole)
         wanted = {fqn for group in view for fqn in group.fqns}
+        homes = {fqn for group in groups for fqn in group["params"]}
         found = cls(view, {"state": {}, "param_groups": groups}, [])
         tensors = own_tensors(view) if keeps_tensors(found.optimizer) else {}
+
+        def find_cut(name: str) -> Tensor:
+            return _read_cut(reader, name, params.get(cuts.get(name, "")))
+
         for fqn, entries in tree["state"].items():
             if fqn in wanted:
-                at = {json_tree.tensor_name(encoded): key for key, encoded in entries.items()}
-                find = partial(found._find, reader, params[fqn], fqn, at, tensors.get(fqn, {}))
+                at = {json_tree.tensor_name(each): key for key, each in entries.items()}
+                given = partial(found._find, reader, params[fqn], fqn, at, tensors.get(fqn, {}))
+                find = partial(_choose, cuts, find_cut, given)
                 found.state["state"][fqn] = json_tree.decode(entries, find)
+            elif fqn not in homes:  # state that belongs to no parameter
+                found.state["state"][fqn] = json_tree.decode(entries, find_cut)
+        for key in [k for k in tree if k not in ("state", "param_groups", "parts")]:
+            found.state[key] = json_tree.decode(tree[key], find_cut)
         as_saved = wraps_state(found.optimizer)
-        for fqn, parts in tree.get("parts", {}).items():
-            if fqn in wanted:
-                state = found.state["state"].setdefault(fqn, {})
-                state |= read_parts(
-                    reader, parts, params[fqn], as_saved=as_saved, is_strict=is_strict
-                )
+        wrapped = {fqn: parts for fqn, parts in tree.get("parts", {}).items() if fqn in wanted}
+        for fqn, parts in wrapped.items():
+            state = found.state["state"].setdefault(fqn, {})
+            state |= read_parts(reader, parts, params[fqn], as_saved=as_saved, is_strict=is_strict)
         return found
 
     def _find(
@@ -305,6 +318,41 @@ class StagedOptimizer:
         tensors = own_tensors(self.view)
         for name, fqn, key in self.places:
             reader.read_into(name, tensors[fqn][key])
+
+
+def _choose(
+    cuts: Mapping[str, str],
+    find_cut: Callable[[str], Tensor],
+    find: Callable[[str], Tensor],
+    name: str,
+) -> Tensor:
+    return find_cut(name) if name in cuts else find(name)
+
+
+def _read_cut(reader: TensorReader, name: str, like: Tensor | None) -> Tensor:
+    """Read a shard as this rank's part of the parameter that it is cut like, or else whole."""
+    stored = reader.metadata.tensors.get(name)
+    if like is None or stored is None or stored.shape.numel() != like.numel():
+        return reader.read_whole(name)
+    # A view of it was saved: maybe a part of a vector, which not all forms can be a part of.
+    if stored.shape != like.shape and isinstance(like, FlatShard):
+        like = like.detach().view(stored.shape) if is_joinable(like) else like
+    if stored.shape != like.shape:
+        return reader.read_whole(name)
+    return reader.read_like(name, like, stored.dtype)
+
+
+def read_extra(reader: TensorReader, params: Mapping[str, Any]) -> Any:
+    """Return what a save got as `extra`; shards of it as those of the model's parameters are."""
+    cuts: Mapping[str, str] = reader.metadata.tree.get("extra_cuts", {})
+
+    def find(name: str) -> Tensor:
+        like = params.get(cuts.get(name, ""))
+        found = _read_cut(reader, name, like)
+        return found.to(like.device) if like is not None and not like.is_meta else found
+
+    with torch.no_grad():
+        return json_tree.decode(reader.metadata.tree["extra"], find)
 
 
 def _is_equal(reader: TensorReader, names: tuple[str, str], target: Tensor) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from composable_shard.checkpoint.background_save import CheckpointSave, quiet_group
 from composable_shard.checkpoint.draft import ModelOwners, SaveArguments, list_items
@@ -29,9 +31,12 @@ from composable_shard.checkpoint.run_state import (
 from composable_shard.checkpoint.writer import plan_save, write_checkpoint
 from composable_shard.options import check_path_order
 from composable_shard.state_dict import (
+    Cuts,
     get_optimizer_state_dict,
     json_tree,
+    params_by_fqn,
 )
+from composable_shard.tensor import FlatShard
 
 
 def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
@@ -67,7 +72,8 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             `state_dict()`.
         scaler: A `torch.amp.GradScaler`, or anything with a `state_dict()`.
         extra: Numbers, strings, bytes, None, tensors, and lists, tuples, sets and dicts of them,
-            for example the position in the data. Rank 0's is saved.
+            for example the position in the data. Rank 0's is saved; of shards, such as averages
+            of parameters, every rank's part.
         keep_last: Keep only the last n checkpoints of this run, and of the one it was loaded from.
             Default: keep all.
         async_op: Copy this rank's part to host memory and return; a thread writes it. At most one
@@ -89,7 +95,10 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         _check_arguments(step, keep_last)
         optimizers = as_dict(optimizer)
         objects = {"scheduler": as_dict(scheduler), "scaler": as_dict(scaler)}
-        tree, tensors = _describe(model, objects, extra, group.rank)
+        cuts = Cuts({fqn: each.entry.spec for fqn, each in params_by_fqn(model).items()})
+        tree, tensors = _describe(model, objects, group.rank)
+        tree["extra"], tree["extra_cuts"], found = _describe_extra(extra, cuts, group.rank)
+        tensors |= found
         model_owners = ModelOwners(model)
         owners = model_owners.of_model(tree["model"], tensors)
     with group.agreed():
@@ -97,7 +106,7 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         check_optimizers(model, optimizers)
         states = {name: get_optimizer_state_dict(model, each) for name, each in optimizers.items()}
         tree["optimizer_kinds"] = optimizer_kinds(optimizers)
-        tree["optimizer"] = {}
+        tree["optimizer"], tree["optimizer_cuts"] = {}, {}
         for name, state in states.items():
             own: dict[str, Tensor] = {}
             if wraps_state(optimizers[name]):
@@ -105,7 +114,9 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             encoded = json_tree.encode(state, _prefix("optimizer", name), own)
             tree["optimizer"][name] = encoded
             tensors |= own
-            owners |= model_owners.of_optimizer(encoded, own)
+            homes = _find_homes(cuts, encoded, own)
+            tree["optimizer_cuts"][name] = homes
+            owners |= model_owners.of_optimizer(encoded, own, homes)
         items = list_items(tensors, owners)
     plan = plan_save(group, step, tree, items, SaveArguments(os.fspath(path), keep_last, async_op))
     error: Exception | None = None
@@ -120,6 +131,20 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     return save
 
 
+def _find_homes(cuts: Cuts, encoded: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the FQN of the parameter that a shard is cut like, unless it is state of that one."""
+    own = {
+        name: fqn for fqn, each in encoded["state"].items() for name in json_tree.tensor_names(each)
+    }
+    shards = {name: value for name, value in tensors.items() if isinstance(value, FlatShard)}
+    homes = {name: cuts.find(shard, own.get(name)) for name, shard in shards.items()}
+    return {
+        name: fqn
+        for name, fqn in homes.items()
+        if fqn is not None and not cuts.is_own(shards[name], own.get(name, ""))
+    }
+
+
 def _check_arguments(step: int, keep_last: int | None) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
         raise ValueError(
@@ -131,9 +156,9 @@ def _check_arguments(step: int, keep_last: int | None) -> None:
 
 
 def _describe(
-    model: nn.Module, objects: dict[str, dict[str, Any]], extra: Any, rank: int
+    model: nn.Module, objects: dict[str, dict[str, Any]], rank: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the tree of all values but the optimizers', and this rank's tensors by name."""
+    """Return the tree of model, schedulers and scalers, and this rank's tensors by name."""
     tensors: dict[str, Tensor] = {}
     tree: dict[str, Any] = {"model": describe_model(model, tensors)}
     for kind, named in objects.items():
@@ -142,12 +167,27 @@ def _describe(
             for name, each in named.items()
         }
     tree["scheduler_kinds"] = {name: kind_of(each) for name, each in objects["scheduler"].items()}
-    # Other ranks' `extra` is checked, but not saved.
-    tree["extra"] = json_tree.encode(extra, "extra", tensors if rank == 0 else {})
     # Not in the tree, which all ranks read: only the rank that wrote it reads it.
     text = json.dumps(json_tree.encode(get_rng_state(), "rng", {})).encode()
     tensors[rng_name(rank)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return tree, tensors
+
+
+def _describe_extra(
+    extra: Any, cuts: Cuts, rank: int
+) -> tuple[Any, dict[str, str], dict[str, Tensor]]:
+    """Return `extra` encoded, the parameters that shards in it are cut like, and the tensors.
+
+    Of other ranks than rank 0, shards are saved, and the rest is checked alone.
+    """
+    found: dict[str, Tensor] = {}
+    encoded = json_tree.encode(extra, "extra", found)
+    homes = _find_homes(cuts, {"state": {}}, found)
+    if rank:
+        plain = [name for name, x in found.items() if not isinstance(x, FlatShard | DTensor)]
+        for name in plain:
+            del found[name]
+    return encoded, homes, found
 
 
 def _prefix(kind: str, name: str) -> str:

@@ -7,7 +7,8 @@ from composable_shard.optim.clipping import clip_grad_norm_
 from composable_shard.optim.grad_scaler import ShardedGradScaler
 from composable_shard.optim.optimizer_state import (
     find_scalar_keys,
-    init_state,
+    has_stepped,
+    made_state,
     shard_optimizer_state,
     with_local_state,
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+import copy
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,31 +69,109 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
         del optimizer.state[param]
 
 
-def init_state(optimizer: Optimizer) -> None:
-    """Make an optimizer create its state, by a step with zero gradients and a learning rate of
-    zero.
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has state of a parameter."""
+    return any(isinstance(key, Tensor) for key in optimizer.state)
 
-    Parameters and gradients stay unchanged. No communication for elementwise optimizers.
+
+@contextmanager
+def made_state(optimizer: Optimizer) -> Iterator[None]:
+    """Give an optimizer the state that a step with zero gradients makes, in the block alone.
+
+    Everything that the step changes is as before afterwards: parameters, gradients, groups, numbers
+    that the optimizer has, and random number generators. So its first step is the one that it would
+    have been. For torch's optimizers the state is that before a first step. Takes memory for a copy
+    of the parameters. No communication for elementwise optimizers.
     """
-    if optimizer.state:
-        return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    grads = [param.grad for param in params]
-    rates = [group.get("lr") for group in optimizer.param_groups]
+    kept = [(param.grad, param.detach().clone()) for param in params]
+    contents = [*optimizer.param_groups, vars(optimizer)]
+    before = [{**content} for content in contents]
+    state = {**optimizer.state}
+    is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
     try:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
+        for content in contents:
+            plain = {k: v for k, v in content.items() if k != "state" and _is_plain(v)}
+            content.update({name: _copied(value) for name, value in plain.items()})
+        optimizer.state.update(copy.deepcopy(state))
+        _step_on_zeros(optimizer, params, is_torchs=is_torchs)
+        _restore(contents, before)
+        if is_torchs:
+            _set_to_start(optimizer)
+        yield
+    finally:
+        _restore(contents, before)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        with torch.no_grad():
+            for param, (grad, value) in zip(params, kept, strict=True):
+                param.grad = grad
+                param.copy_(value)
+
+
+def _step_on_zeros(optimizer: Optimizer, params: list[Tensor], *, is_torchs: bool) -> None:
+    """Take a step with zero gradients; of torch's optimizers one that leaves no trace in state."""
+    with torch.random.fork_rng():
+        for group in optimizer.param_groups:
+            for name in _ZEROED & group.keys() if is_torchs else ():
+                group[name] = group[name] * 0
+        if is_torchs and not isinstance(optimizer, torch.optim.Rprop):  # a size, not a factor
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * 0
         for param in params:
             wants_state = param.requires_grad and not is_owned_by_other_rank(param)
             param.grad = torch.zeros_like(param) if wants_state else None
-        optimizer.step()
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if rate is not None:
-                group["lr"] = rate
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
+        with torch.enable_grad():
+            optimizer.step()
+
+
+_ZEROED = frozenset({"weight_decay"})  # options that would leave a trace in momenta
+_START = {"step": 0.0, "mu_product": 1.0, "mu": 1.0}  # of torch's optimizers
+
+
+def _set_to_start(optimizer: Optimizer) -> None:
+    """Give the numbers in the state of a torch optimizer the values before its first step."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for name, value in optimizer.state.get(param, {}).items():
+                start = group["lr"] if name == "eta" else _START.get(name)
+                if start is not None and isinstance(value, Tensor):
+                    value.fill_(start)
+                elif name == "ax":
+                    value.zero_()
+
+
+_NUMBERS = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is one that a step may change: numbers, a tensor, lists of numbers."""
+    if isinstance(value, dict):
+        return all(map(_is_number, [*value, *value.values()]))
+    if isinstance(value, list | tuple | set | deque):
+        return all(map(_is_number, value))
+    return isinstance(value, _NUMBERS) or _is_tensor(value)
+
+
+def _is_number(value: object) -> bool:
+    is_container = isinstance(value, dict | list | tuple | set | deque)
+    return _is_plain(value) if is_container else isinstance(value, _NUMBERS)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _restore(contents: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
+    """Give groups and attributes the values, and the objects, of before."""
+    for content, values in zip(contents, before, strict=True):
+        for name in [name for name in content if name not in values and _is_plain(content[name])]:
+            del content[name]
+        content.update(values)
 
 
 def find_scalar_keys(

@@ -19,6 +19,7 @@ from composable_shard.runtime import (
     get_states,
     read_state,
 )
+from composable_shard.state_dict import why_unsaved
 from composable_shard.tensor import FlatShard
 
 _GIANT_SHARE, _GIANT_NBYTES = 0.5, 32 << 20
@@ -153,7 +154,8 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
         describe(model, optimizer).warnings
 
     It warns of a unit that holds most of the model, of units so small that a gather costs more
-    than it frees, and of trainable parameters that the optimizer does not step.
+    than it frees, of trainable parameters that the optimizer does not step, and of state that the
+    optimizer has and no save can hold: take one step before.
 
     Args:
         module: The model, or a part of it with units inside.
@@ -187,6 +189,7 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     warnings = _warn_of_sizes(units)
     if optimizer is not None:
         warnings += _warn_of_optimizer(states, optimizer)
+        warnings += filter(None, [why_unsaved(optimizer)])
     return Description(type(module).__name__, units, tuple(warnings), optimizer is not None)
 
 

@@ -1,7 +1,8 @@
 """Encode nested Python values as JSON, with tensors by name.
 
 Decoding executes nothing. It returns numbers, strings, lists, tuples, dicts, sets, bytes, dtypes,
-`collections.Counter` (torch's schedulers have some), and tensors that the caller looks up by name.
+`collections.Counter` (torch's schedulers have some), `collections.deque`, and tensors that the
+caller looks up by name.
 Decoded values are equal to the encoded ones. A subclass, such as a named tuple, becomes the plain
 class.
 """
@@ -9,21 +10,24 @@ class.
 from __future__ import annotations
 
 import base64
+import json
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composable_shard.tensor import FlatShard
+from composable_shard.tensor import FlatShard, joined, parts_of
 
 _SEQUENCES = {"__tuple__": tuple, "__set__": set, "__frozenset__": frozenset}
 _MAX_BITS = 14_000  # Python reads no longer numbers: sys.get_int_max_str_digits()
 _MARKS = frozenset(
-    {"__tensor__", "__dict__", "__bytes__", "__float__", "__dtype__", "__counter__", *_SEQUENCES}
+    {"__tensor__", "__dict__", "__bytes__", "__float__", "__dtype__", "__counter__", "__deque__"}
+    | {"__parts__"}
+    | _SEQUENCES.keys()
 )
 
 
@@ -46,8 +50,7 @@ def encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
             return number if math.isfinite(number) else {"__float__": repr(number)}
         case Tensor():
             _check_has_elements(value, path)
-            tensors[path] = value
-            return {"__tensor__": path}
+            return _encode_tensor(value, path, tensors)
         case Elsewhere():
             tensors[path] = value
             return {"__tensor__": path}
@@ -57,18 +60,34 @@ def encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
             return {"__dtype__": str(value).removeprefix("torch.")}
         case bytes() | bytearray():
             return {"__bytes__": base64.b64encode(value).decode()}
-        case list() | tuple() | set() | frozenset():
-            is_set = isinstance(value, set | frozenset)
-            items = sorted(value, key=repr) if is_set else value
-            encoded = [encode(item, f"{path}/{n}", tensors) for n, item in enumerate(items)]
-            mark = next((m for m, kind in _SEQUENCES.items() if isinstance(value, kind)), None)
-            return encoded if mark is None else {mark: encoded}
+        case list() | tuple() | set() | frozenset() | deque():
+            return _encode_sequence(value, path, tensors)
     raise ValueError(
         f"can't save '{path}', a {type(value).__module__}.{type(value).__qualname__}: a checkpoint "
-        "holds tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them. "
-        "Nothing is pickled, so that nothing is executed on loading. Save a description of the "
-        "object instead, for example its state_dict()."
+        "holds tensors, numbers, strings, bytes, None, and lists, tuples, sets, deques, dicts of "
+        "them. Nothing is pickled, so that nothing is executed on loading. Save a description of "
+        "the object instead, for example its state_dict()."
     )
+
+
+def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Any]) -> Any:
+    """Encode a tensor; of a vector in parts, [Note: Vectors in parts], each part."""
+    parts = parts_of(value) if isinstance(value, FlatShard) else [value]
+    if len(parts) == 1:
+        tensors[path] = value
+        return {"__tensor__": path}
+    names = [f"{path}/{number}" for number in range(len(parts))]
+    tensors |= dict(zip(names, parts, strict=True))
+    return {"__parts__": [{"__tensor__": name} for name in names]}
+
+
+def _encode_sequence(value: Any, path: str, tensors: dict[str, Any]) -> Any:
+    items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+    encoded = [encode(item, f"{path}/{n}", tensors) for n, item in enumerate(items)]
+    if isinstance(value, deque):
+        return {"__deque__": [value.maxlen, encoded]}
+    mark = next((m for m, kind in _SEQUENCES.items() if isinstance(value, kind)), None)
+    return encoded if mark is None else {mark: encoded}
 
 
 def _check_has_elements(value: Tensor, path: str) -> None:
@@ -118,6 +137,15 @@ def tensor_name(encoded: Any) -> str | None:
     return None
 
 
+def tensor_names(encoded: Any) -> Iterator[str]:
+    """Yield the names of the tensors in an encoded value."""
+    if (name := tensor_name(encoded)) is not None:
+        yield name
+    elif isinstance(encoded, dict | list):
+        for item in encoded.values() if isinstance(encoded, dict) else encoded:
+            yield from tensor_names(item)
+
+
 def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:
     """Return the value that `encode` has encoded; `find_tensor` returns the tensor of a name."""
     if isinstance(encoded, list):
@@ -129,16 +157,24 @@ def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:
     ((mark, content),) = encoded.items()
     if mark == "__tensor__":
         return find_tensor(content)
+    if mark in ("__float__", "__dtype__", "__bytes__"):
+        return _decode_leaf(mark, content)
+    if mark in ("__dict__", "__counter__"):
+        pairs = {decode(key, find_tensor): decode(item, find_tensor) for key, item in content}
+        return Counter(pairs) if mark == "__counter__" else pairs
+    if mark == "__deque__":
+        maxlen, items = content
+        return deque((decode(item, find_tensor) for item in items), maxlen)
+    found = [decode(item, find_tensor) for item in content]
+    return joined(found) if mark == "__parts__" else _SEQUENCES[mark](found)
+
+
+def _decode_leaf(mark: str, content: Any) -> Any:
     if mark == "__float__":
         return float(content)
     if mark == "__dtype__":
         return torch.empty(0, dtype=getattr(torch, content)).dtype  # no other attributes of torch
-    if mark == "__bytes__":
-        return base64.b64decode(content, validate=True)
-    if mark in ("__dict__", "__counter__"):
-        pairs = {decode(key, find_tensor): decode(item, find_tensor) for key, item in content}
-        return Counter(pairs) if mark == "__counter__" else pairs
-    return _SEQUENCES[mark](decode(item, find_tensor) for item in content)
+    return base64.b64decode(content, validate=True)
 
 
 def merge(first: Any, second: Any, depth: int) -> Any:
@@ -148,6 +184,12 @@ def merge(first: Any, second: Any, depth: int) -> Any:
     """
     if depth == 0 or not (isinstance(first, dict) and isinstance(second, dict)):
         return first
+    if first.keys() == second.keys() == {"__dict__"}:
+        one = {json.dumps(key): item for key, item in first["__dict__"]}
+        two = {json.dumps(key): item for key, item in second["__dict__"]}
+        joined = {key: merge(one.get(key, item), item, depth - 1) for key, item in two.items()}
+        joined = {key: joined.get(key, item) for key, item in one.items()} | joined
+        return {"__dict__": [[json.loads(key), item] for key, item in joined.items()]}
     if _MARKS & (first.keys() | second.keys()):
         return first
     merged = {key: merge(item, second.get(key, item), depth - 1) for key, item in first.items()}

@@ -84,16 +84,7 @@ def state_of(member: Member, optimizer: Optimizer) -> dict[str, Any]:
     Empty for a parameter that another rank owns whole: no step updates Adagrad's state here.
     """
     state = optimizer.state.get(member.param, {})
-    if is_owned_by_other_rank(member.param):
-        return {}
-    for name, value in state.items():
-        if not isinstance(value, Tensor | int | float | str | None):
-            raise NotImplementedError(
-                f"the optimizer state '{name}' of '{member.fqn}' is a {type(value).__name__}, "
-                "which belongs to several parameters, like the history of LBFGS. Only tensors and "
-                "numbers can be saved by parameter name."
-            )
-    return dict(state)
+    return {} if is_owned_by_other_rank(member.param) else dict(state)
 
 
 def own_tensors(groups: Iterable[Group]) -> States:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,17 @@ from torch.optim import Optimizer
 from composable_shard.optim import find_scalar_keys
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict.gathering import scatter_full
-from composable_shard.state_dict.model_tensors import ModelRanks
+from composable_shard.state_dict.model_tensors import ModelRanks, canonical
+from composable_shard.state_dict.nested_state import (
+    REST,
+    Cuts,
+    flatten,
+    flatten_rest,
+    is_kept_by_all,
+    own_entries,
+    shown_name,
+    unflatten_rest,
+)
 from composable_shard.state_dict.optimizer_groups import (
     Group,
     Optimizers,
@@ -28,6 +40,7 @@ from composable_shard.tensor import (
     cloned,
     has_fitting_shape,
     is_owned_by_other_rank,
+    local_part,
     needs_gather,
     slice_given,
 )
@@ -56,7 +69,8 @@ def set_optimizer_state_dict(
         model: The model that the optimizers were built for.
         optimizers: One or several.
         optim_state_dict: From `get_optimizer_state_dict`, of any run, or from torch's function of
-            that name.
+            that name; or a plain `optimizer.state_dict()`, of DDP too, of an optimizer whose
+            groups have the same parameters in the same order.
         options: Only `strict` and `broadcast_from_rank0` count.
 
     Raises:
@@ -98,12 +112,14 @@ def prepare_load(
         given.spread(ranks)
     else:
         given.cut(ranks)
+    with ranks.agreed():
+        nested = [given.unflatten(optimizer) for optimizer in optimizers]
 
     def load() -> None:
         for handle in ranks.handles:
             handle.fix_owners()  # a rank that has a parameter has its state
-        for optimizer in optimizers:
-            _load(optimizer, groups, given)
+        for optimizer, states in zip(optimizers, nested, strict=True):
+            _load(optimizer, groups, given.options, states)
 
     return load
 
@@ -115,31 +131,83 @@ def cut_state(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, A
         given = _Given(view_optimizers(model, [optimizer]), is_given_away=False)
         given.take(state_dict, is_strict=False)
     given.cut(ranks)
-    return given.states
+    nested, other, _ = given.unflatten(optimizer)
+    return {**nested, **other}
 
 
 def keeps_tensors(optimizer: Optimizer) -> bool:
     """Return whether torch's own code alone loads state, so that it may be filled afterwards."""
-    methods = optimizer.load_state_dict, optimizer.__setstate__
+    methods = optimizer.load_state_dict, optimizer.state_dict, optimizer.__setstate__
     is_torchs = all(method.__module__.startswith("torch.optim.") for method in methods)
     return is_torchs and not any(load_hooks_of(optimizer))
 
 
-def _load(optimizer: Optimizer, groups: list[Group], given: _Given) -> None:
+def _load(
+    optimizer: Optimizer,
+    groups: list[Group],
+    options: list[dict[str, Any]],
+    states: tuple[States, dict[Any, Any], dict[str, Any]],
+) -> None:
     """Load through the optimizer's own method, which casts, moves and runs hooks."""
     param_groups: list[dict[str, Any]] = []
-    state: dict[int, dict[str, Any]] = {}
+    nested, other, entries = states
+    state: dict[Any, Any] = {}
+    members = [m for group in groups if group.optimizer is optimizer for m in group.members]
+    is_everyones = is_kept_by_all(len(nested), len(members))
     count = 0
-    for group, values in zip(groups, given.options, strict=True):
+    for group, values in zip(groups, options, strict=True):
         if group.optimizer is not optimizer:
             continue
         numbers = list(range(count, count + len(group.members)))
         count += len(numbers)
         for number, member in zip(numbers, group.members, strict=True):
-            if given.states.get(member.fqn) and not is_owned_by_other_rank(member.param):
-                state[number] = given.states[member.fqn]
+            has_state = is_everyones or not is_owned_by_other_rank(member.param)
+            if nested.get(member.fqn) and has_state:
+                state[number] = nested[member.fqn]
         param_groups.append({**group.options, **values, "params": numbers})
-    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+    if entries and "state" not in own_entries(optimizer):  # it wraps another one
+        optimizer.load_state_dict({**entries})
+        return
+    state |= other
+    optimizer.load_state_dict({"state": state, "param_groups": param_groups, **entries})
+    is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
+    for number, member in enumerate(members):
+        loaded, wanted = optimizer.state.get(member.param, {}), state.get(number, {})
+        for name in loaded.keys() & wanted.keys():
+            loaded[name] = _as_saved(loaded[name], wanted[name], is_cast=not is_torchs)
+
+
+def _as_saved(found: Any, saved: Any, *, is_cast: bool) -> Any:
+    """Return a loaded value as it was saved, where `Optimizer.load_state_dict` has changed it.
+
+    It makes deques without their limit, and texts of generators. It casts to the parameter's dtype,
+    which is that of state in torch's optimizers alone: with `is_cast`, the saved dtype comes back.
+    Values that the optimizer has changed in its own way stay.
+    """
+    if type(found) is not type(saved):
+        return found
+    if isinstance(saved, str):
+        return saved if found.startswith("<generator object") else found
+    if isinstance(saved, dict):
+        for key in found.keys() & saved.keys():
+            found[key] = _as_saved(found[key], saved[key], is_cast=is_cast)
+    elif type(saved) in (list, tuple, deque) and len(found) == len(saved):
+        pairs = zip(found, saved, strict=True)
+        items = [_as_saved(one, two, is_cast=is_cast) for one, two in pairs]
+        return deque(items, saved.maxlen) if isinstance(saved, deque) else type(saved)(items)
+    elif is_cast and isinstance(saved, Tensor):
+        return _with_dtype(found, saved)
+    return found
+
+
+def _with_dtype(found: Tensor, saved: Tensor) -> Tensor:
+    """Return the saved values on the loaded tensor's device, if a cast alone has changed them."""
+    if found.dtype != saved.dtype and found.shape == saved.shape:
+        cast = saved.to(device=found.device)
+        one, two = local_part(cast.to(found.dtype)), local_part(found)
+        if one.shape == two.shape and torch.equal(one, two):
+            return cast
+    return found
 
 
 class _Given:
@@ -167,22 +235,81 @@ class _Given:
                 "flatten_optimizer_state_dict=True. If only the first rank has it, pass "
                 "options=StateDictOptions(broadcast_from_rank0=True) on all ranks."
             )
+        if numbers := self._names_by_number(state_dict):
+            state_dict = _renamed(state_dict, numbers)
         saved = state_dict["param_groups"]
         homes = {fqn: number for number, group in enumerate(saved) for fqn in group["params"]}
         wanted = [fqn for group in self._groups for fqn in group.fqns]
         missing = [fqn for fqn in wanted if fqn not in homes]
         known = set(wanted)
-        extra = [fqn for fqn in dict.fromkeys([*homes, *state_dict["state"]]) if fqn not in known]
+        # A key that has no dots, and is no parameter, is state that belongs to none.
+        names = [*homes, *(key for key in state_dict["state"] if "." in str(key))]
+        extra = [fqn for fqn in dict.fromkeys(names) if fqn not in known]
         if is_strict and (missing or extra):
             raise ValueError(
                 f"the optimizers and the state dict have different parameters: missing {missing}, "
                 f"unexpected {extra}. Pass StateDictOptions(strict=False) to ignore this."
             )
         self.options = [self._options_of(i, homes, saved) for i in range(len(self._groups))]
-        self.states = {
-            fqn: dict(state_dict["state"][fqn]) for fqn in wanted if state_dict["state"].get(fqn)
+        cuts = Cuts(self._specs, takes_others=True)
+        self.states = cuts.place(
+            {
+                fqn: flatten(state_dict["state"][fqn], fqn, cuts)
+                for fqn in wanted
+                if state_dict["state"].get(fqn)
+            }
+        )
+        other = {
+            key: value
+            for key, value in state_dict["state"].items()
+            if key not in homes and "." not in str(key)
         }
+        entries = {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")}
+        for fqn, state in flatten_rest(other, entries, cuts).items():
+            self.states.setdefault(fqn, {}).update(state)
         self._check_shapes()
+
+    def _names_by_number(self, state_dict: Mapping[str, Any]) -> dict[Any, str]:
+        """Return FQNs by the numbers, or other names, of a plain `optimizer.state_dict()`.
+
+        DDP puts `module.` before names. Empty if the names are these optimizers' already.
+        """
+        saved = state_dict["param_groups"]
+        keys = [key for group in saved for key in group["params"]]
+        known = {fqn for group in self._groups for fqn in group.fqns}
+        if not any(isinstance(key, int) for key in keys):
+            names = {key: key.removeprefix("module.") for key in keys if isinstance(key, str)}
+            has_prefix = any(name in known and key not in known for key, name in names.items())
+            self._check_has_some(names.values(), known)
+            return names if has_prefix else {}
+        given = [(len(g["params"]), g.get("param_names")) for g in saved]
+        if all(names is not None and len(names) == number for number, names in given):
+            pairs = [
+                pair for g in saved for pair in zip(g["param_names"], g["params"], strict=True)
+            ]
+            found = {number: canonical(name.removeprefix("module.")) for name, number in pairs}
+            self._check_has_some(found.values(), known)
+            return found
+        own = [[member.fqn for member in group.members] for group in self._groups]
+        if [len(fqns) for fqns in own] != [number for number, _ in given]:
+            raise ValueError(
+                f"expected {[len(fqns) for fqns in own]} parameters in the groups of an optimizer "
+                f"state dict by number, got {[number for number, _ in given]}. Build the optimizer "
+                "as the one that was saved, or pass a dict of get_optimizer_state_dict."
+            )
+        numbers = (key for group in saved for key in group["params"])
+        return dict(zip(numbers, (fqn for fqns in own for fqn in fqns), strict=True))
+
+    def _check_has_some(self, names: Iterable[str], known: Collection[str]) -> None:
+        names = [*names]
+        if names and known and not set(known).intersection(names):
+            warnings.warn(
+                f"no parameter of the optimizer state dict is one of the optimizer: it has "
+                f"{sorted(names)[:3]}, and the optimizer has {sorted(known)[:3]}. No state is "
+                "loaded. Rename the keys of the dict.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _options_of(
         self, number: int, homes: dict[str, int], saved: list[dict[str, Any]]
@@ -211,23 +338,27 @@ class _Given:
         tensors = [
             (name, value.shape, shapes[fqn])
             for fqn, state in self.states.items()
+            if fqn != REST
             for name, value in state.items()
             if isinstance(value, Tensor)
         ]
         scalars = find_scalar_keys(tensors)
-        elementwise = {
-            name for name, shape, wanted in tensors if shape == wanted and wanted.numel() != 1
-        }
+        alike = Counter(name for name, shape, wanted in tensors if shape == wanted)
+        # Square parameters may have state of their shape by chance.
+        all_names = Counter(name for name, _, _ in tensors)
+        elementwise = {name for name, number in alike.items() if 2 * number > all_names[name]}
         for fqn, state in self.states.items():
             spec = self._specs.get(fqn)
             for name, value in state.items():
-                if not isinstance(value, Tensor):
+                if not isinstance(value, Tensor) or fqn == REST:
                     continue
-                is_alike = isinstance(value, FlatShard | DTensor) or name in elementwise
+                is_alike = isinstance(value, FlatShard | DTensor)
+                # Prodigy has one number for a parameter of zeros.
+                is_alike |= name in elementwise and value.dim() > 0
                 fits = has_fitting_shape(value, spec) if spec else value.shape == shapes[fqn]
                 if is_alike and not fits:
                     raise ValueError(
-                        f"expected the state '{name}' of '{fqn}' to have shape "
+                        f"expected the state {shown_name(name, fqn)} of '{fqn}' to have shape "
                         f"{tuple(shapes[fqn])}, got {tuple(value.shape)}"
                     )
                 is_alike |= value.shape == shapes[fqn] and name not in scalars
@@ -263,7 +394,7 @@ class _Given:
         }
         for fqn, state in self.states.items():
             for name, value in state.items():
-                own = current[fqn].get(name)
+                own = current.get(fqn, {}).get(name)
                 if isinstance(value, _Whole):
                     # torch.distributed.checkpoint fills the optimizer's own tensors.
                     if (tensor := value.tensor) is not own:
@@ -278,6 +409,12 @@ class _Given:
 
     def _owned(self, value: Tensor) -> Tensor:
         return value if self._is_given_away else cloned(value)
+
+    def unflatten(self, optimizer: Optimizer) -> tuple[States, dict[Any, Any], dict[str, Any]]:
+        """Return the state of parameters, of other keys, and the entries beside the state."""
+        fqns = {fqn for group in self._groups if group.optimizer is optimizer for fqn in group.fqns}
+        found = unflatten_rest(self.states)
+        return {fqn: state for fqn, state in found[0].items() if fqn in fqns}, *found[1:]
 
     def spread(self, ranks: ModelRanks) -> None:
         """Give every rank its shards of the first rank's state, one handle at a time."""
@@ -312,10 +449,20 @@ class _Given:
                 tensor = value.tensor if isinstance(value, _Whole) else value
                 if isinstance(tensor, FlatShard | DTensor):
                     raise ValueError(
-                        f"expected the state '{name}' of '{fqn}' to be a whole plain tensor, got a "
-                        f"{type(tensor).__name__}, whose shards other ranks hold. Pass "
-                        "StateDictOptions() and give every rank its shard."
+                        f"expected the state {shown_name(name, fqn)} of '{fqn}' to be a whole "
+                        f"plain tensor, got a {type(tensor).__name__}, whose shards other ranks "
+                        "hold. Pass StateDictOptions() and give every rank its shard."
                     )
+
+
+def _renamed(state_dict: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
+    """Return an optimizer state dict by other names."""
+    groups = [
+        {**group, "params": [names.get(key, key) for key in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
+    state = {names.get(key, key): value for key, value in state_dict["state"].items()}
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _quantised_as(own: Any, local: Tensor) -> Tensor:

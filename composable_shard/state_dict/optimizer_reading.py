@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from composable_shard.comm import HOST, all_bytes
 from composable_shard.flat_param import FlatParamHandle
-from composable_shard.optim import init_state
+from composable_shard.optim import has_stepped, made_state
 from composable_shard.options import StateDictOptions
 from composable_shard.runtime import check_whole
+from composable_shard.state_dict import json_tree
 from composable_shard.state_dict.gathering import (
     Shares,
     copied,
     gather_full,
 )
 from composable_shard.state_dict.model_tensors import ModelRanks
+from composable_shard.state_dict.nested_state import (
+    REST,
+    read_states,
+    shown_name,
+    unflatten_rest,
+)
 from composable_shard.state_dict.optimizer_groups import (
     Group,
     Optimizers,
@@ -27,7 +36,6 @@ from composable_shard.state_dict.optimizer_groups import (
     as_list,
     group_kinds,
     names_by_handle,
-    state_of,
     view_optimizers,
 )
 from composable_shard.state_dict.packed_values import from_bytes, pack, to_bytes, unpack
@@ -35,6 +43,8 @@ from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
 )
+
+_MAX_DEPTH = 100  # of containers that ranks have different parts of
 
 
 @torch.no_grad()
@@ -62,23 +72,33 @@ def get_optimizer_state_dict(
 
     Raises:
         ValueError: If an optimizer holds parameters that are not the model's.
-        NotImplementedError: For state that is neither a tensor nor a number (LBFGS).
+        NotImplementedError: For state that is an object of a class of the optimizer's package.
         RuntimeError: If a rank lacks the state of a parameter of which it holds a shard, or if no
             unit manages a trainable parameter, as `get_model_state_dict`; if a unit shows a flat
             parameter.
     """
     options = StateDictOptions.of(options)
     check_whole(model)
-    if options.init_optimizer_state:
-        for optimizer in as_list(optimizers):
-            init_state(optimizer)
     ranks = ModelRanks(model)
+    with ExitStack() as stack:
+        if options.init_optimizer_state:
+            told = ranks.all_messages([has_stepped(each) for each in as_list(optimizers)])
+            for number, optimizer in enumerate(as_list(optimizers)):
+                if not any(each[number] for each in told):
+                    stack.enter_context(made_state(optimizer))
+        return _read(model, ranks, as_list(optimizers), options)
+
+
+def _read(
+    model: nn.Module, ranks: ModelRanks, optimizers: list[Optimizer], options: StateDictOptions
+) -> dict[str, Any]:
     if options.full_state_dict and options.rank0_only:
         ranks.check_one_is_first()
     with ranks.agreed():
-        groups = view_optimizers(model, as_list(optimizers))
-        found = {m.fqn: state_of(m, group.optimizer) for group in groups for m in group.members}
-        states = {fqn: found[fqn] for group in groups for fqn in group.fqns if found[fqn]}
+        groups = view_optimizers(model, optimizers)
+        found = read_states(groups)
+        order = [fqn for group in groups for fqn in group.fqns] + [REST]
+        states = {fqn: found[fqn] for fqn in order if found.get(fqn)}
         packed = _pack_kinds(groups, states)
     messages = ranks.all_messages(packed)
     if len(messages) > 1:
@@ -95,12 +115,13 @@ def get_optimizer_state_dict(
             for fqn, state in states.items()
         }
     param_groups = [{**copy.deepcopy(group.options), "params": group.fqns} for group in groups]
-    return {"state": states, "param_groups": param_groups}
+    nested, other, entries = unflatten_rest(states)
+    return {"state": {**nested, **other}, "param_groups": param_groups, **entries}
 
 
 def _pack_kinds(groups: list[Group], states: States) -> list[Any]:
     """Return a message about the state of managed parameters; a dtype stands for a shard."""
-    managed = {m.fqn for group in groups for m in group.members if m.managed is not None}
+    managed = {m.fqn for group in groups for m in group.members if m.managed is not None} | {REST}
     told = {
         fqn: {k: v.dtype if isinstance(v, FlatShard) else v for k, v in states[fqn].items()}
         for fqn in sorted(managed & states.keys())
@@ -128,9 +149,15 @@ def _complete(
     }
     completed: States = {}
     with ranks.agreed():
-        for fqn in [fqn for group in groups for fqn in group.fqns]:
-            found = {name: value for each in told for name, value in each.get(fqn, {}).items()}
-            found |= states.get(fqn, {})
+        for fqn in [fqn for group in groups for fqn in group.fqns] + [REST]:
+            found: dict[str, Any] = {}
+            for each in [states, *told]:
+                for name, value in each.get(fqn, {}).items():
+                    # Containers of the rest may have state of parameters that other ranks own.
+                    is_joined = fqn == REST and name in found
+                    found.setdefault(name, value)
+                    if is_joined:
+                        found[name] = json_tree.merge(found[name], value, _MAX_DEPTH)
             for name, value in found.items():
                 if isinstance(value, torch.dtype):
                     found[name] = _empty_shard(fqn, name, value, *places[fqn])
@@ -151,12 +178,13 @@ def _fetch_large(
     names = sorted({(fqn, name) for each in told for fqn, state in each.items() for name in state})
     for fqn, name in names:
         found = [each.get(fqn, {}).get(name) for each in told]
-        like = next(each for each in found if each is not None)
+        like = next((each for each in found if each is not None), None)
         if not isinstance(like, Tensor) or not like.is_meta or None not in found:
             continue  # small, or on every rank
         value = states[fqn][name]
         if takes_large:
-            group = places[fqn][0].shard_group
+            place = next(iter(places.values())) if fqn == REST else places[fqn]
+            group = place[0].shard_group
             data = all_bytes(group.group, group.device, b"" if value.is_meta else to_bytes(value))
             if value.is_meta:
                 value = from_bytes(next(filter(None, data)), like).to(group.device)
@@ -171,8 +199,8 @@ def _empty_shard(
     start, end = spec.local_range
     if start < end:
         raise RuntimeError(
-            f"the optimizer state '{name}' of '{fqn}' is not on all ranks that hold a shard of the "
-            "parameter. Step the optimizer on all ranks."
+            f"the optimizer state {shown_name(name, fqn)} of '{fqn}' is not on all ranks that "
+            "hold a shard of the parameter. Step the optimizer on all ranks."
         )
     memory = torch.empty(0, dtype=dtype, device=handle.local_shard.device)
     return FlatShard(memory, spec)
@@ -210,7 +238,10 @@ def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Ite
         for fqn, state in states.items()
     }
     for handle, fqns in names.items():
-        for (key, dtype), indices in group_kinds(fqns, dtypes).items():
+        kinds = group_kinds(fqns, dtypes)
+        # Ranks may have made the state of different parameters, in another order.
+        for key, dtype in sorted(kinds, key=str):
+            indices = sorted(kinds[key, dtype])
             shard = torch.zeros_like(handle.local_shard, dtype=dtype)
             for index in indices:
                 piece = states[fqns[index]][key]._local

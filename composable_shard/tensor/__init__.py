@@ -4,6 +4,7 @@ Read `shard_spec` (which range), `flat_shard` (the tensor) and `pointwise_rules`
 `op_rules` fills the table, `rule_table`.
 """
 
+from composable_shard.tensor.concatenation import is_joinable, joined, parts_of
 from composable_shard.tensor.flat_shard import (
     DIRECT_OPS,
     DTensorSlots,

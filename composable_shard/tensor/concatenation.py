@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from composable_shard.tensor.flat_shard import FlatShard, wrap
 from composable_shard.tensor.rule_table import NeedsWhole
@@ -65,12 +66,22 @@ class ConcatSpec(ShardSpec):
         """Raise: a pickle would hold parts of this rank alone."""
         raise RuntimeError(f"{self.label} can't be pickled. Take full_tensor() on all ranks.")
 
-    @property  # type: ignore[misc] # of a vector there is none
-    def region(self) -> NoReturn:
+    def check_has_region(self) -> NoReturn:
         """Raise: the parts are no region of a tensor."""
         raise RuntimeError(
-            f"the vector of {self.label} can't be saved in parts. Take full_tensor() on all ranks."
+            f"the vector of {self.label} can't be saved in parts. Use save_checkpoint, or take "
+            "full_tensor() on all ranks; of optimizer state, get_optimizer_state_dict with "
+            "full_state_dict=True."
         )
+
+
+def _may_be_part(spec: ShardSpec) -> bool:
+    return not spec.is_alone and spec.tensor_parallel is None and spec.owner is None
+
+
+def is_joinable(shard: FlatShard) -> bool:
+    """Return whether a shard's elements can be part of a vector without being gathered."""
+    return _may_be_part(shard._shard_spec)
 
 
 def _num_held(spec: ShardSpec) -> int:
@@ -91,11 +102,37 @@ def concatenated(shards: Sequence[FlatShard]) -> FlatShard:
     locals_ = [shard._local for shard in shards]
     first = parts[0]
     for part in parts:
-        fits = len(part.shape) == 1 and not part.is_alone
-        fits &= part.tensor_parallel is None and part.owner is None
-        if not fits or (part.group_name, part.world_size) != (first.group_name, first.world_size):
+        if (
+            len(part.shape) != 1
+            or not _may_be_part(part)
+            or (part.group_name, part.world_size) != (first.group_name, first.world_size)
+        ):
             raise NeedsWhole("vectors in parts need parts of one group of ranks")
     return wrap(torch.cat(locals_), _spec_of(parts))
+
+
+def parts_of(vector: FlatShard) -> list[FlatShard]:
+    """Return the parts of a vector in parts, which share its memory; of another shard, itself."""
+    spec = vector._shard_spec
+    if not isinstance(spec, ConcatSpec):
+        return [vector]
+    pieces = vector._local.split([_num_held(part) for part in spec.parts])
+    return [wrap(piece, part) for piece, part in zip(pieces, spec.parts, strict=True)]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the vector of some tensors' elements: in parts if they are shards that allow it.
+
+    Otherwise shards are gathered, on all ranks.
+    """
+    flat = [part.reshape(-1) for part in parts]
+    shards = [part for part in flat if isinstance(part, FlatShard)]
+    if len(shards) == len(flat):
+        try:
+            return concatenated(shards)
+        except NeedsWhole:
+            pass
+    return torch.cat([x.full_tensor() if isinstance(x, FlatShard | DTensor) else x for x in flat])
 
 
 def _spec_of(parts: Sequence[ShardSpec]) -> ShardSpec:

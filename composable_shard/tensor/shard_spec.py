@@ -207,6 +207,9 @@ class ShardSpec:
         low, high = intersect((0, self.numel), (first, last - self.start))
         return min(low, self.numel), min(high, self.numel)
 
+    def check_has_region(self) -> None:
+        """Raise if this rank's elements are no flat range."""
+
     def flatten(self, dense: Tensor) -> Tensor:
         """Return the dense tensor's elements in memory order, shape `(numel,)`; a view if it can.
 
@@ -247,6 +250,7 @@ class ShardSpec:
 
 def _region(spec: ShardSpec) -> Region:
     """Return this rank's elements in the logical tensor, [Note: Regions]."""
+    spec.check_has_region()
     box = whole_box(spec.shape)
     if spec.tensor_parallel is not None:
         mesh, placements = spec.tensor_parallel

@@ -174,3 +174,17 @@ def test_what_is_not_sharded_is_refused() -> None:
         describe(Net())
     with pytest.raises(ValueError, match=r"expected module to be an nn.Module, got str"):
         describe("model")  # type: ignore[arg-type]
+
+
+@distributed(_NUM_RANKS)
+def test_it_warns_of_state_that_no_save_can_hold() -> None:
+    """With the parameter, the name and the class."""
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss_of(model).backward()
+    optimizer.step()
+    before = describe(model, optimizer).warnings
+    optimizer.state[model.inp.weight]["kept"] = [object()]
+    found = set(describe(model, optimizer).warnings) - {*before}
+    assert len(found) == 1
+    assert "the optimizer state 'kept' of 'inp.weight' is a builtins.list" in found.pop()

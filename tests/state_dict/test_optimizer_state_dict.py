@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -543,16 +544,85 @@ def test_wrong_state_raises_on_all_ranks_before_anything_changes(wrong: str, whe
 
 
 @distributed(2)
+def test_containers_and_state_of_no_parameter_come_back() -> None:
+    """Lists, deques and dicts of shards; state under another key; by whole and sharded dicts."""
+    model = Net()
+    shard_blocks(model)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    wide = model.out.weight
+    full = torch.arange(float(wide.numel())).view(wide.shape)
+    values = torch.zeros_like(wide).copy_(full)
+    optimizer.state[wide] = {"queue": deque([values], maxlen=3), 0: {"m": [values, 2, None]}}
+    optimizer.state["k"] = torch.tensor([7])  # type: ignore[index] # as MADGRAD does
+    for options in (StateDictOptions(), EVERYWHERE):
+        saved = get_optimizer_state_dict(model, optimizer, options=options)
+        fresh = optim.SGD(model.parameters(), lr=0.1)
+        set_optimizer_state_dict(model, fresh, saved)
+        found = fresh.state[wide]
+        assert found["queue"].maxlen == 3
+        assert found[0]["m"][1:] == [2, None]
+        for each in (found["queue"][0], found[0]["m"][0]):
+            assert torch.equal(each.full_tensor(), full)
+        assert fresh.state["k"].item() == 7  # type: ignore[index]
+
+
+@distributed(2)
+def test_state_made_ahead_changes_no_step() -> None:
+    """Between backward and step and before; AdamW with weight decay."""
+    found = []
+    for saves in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        shard_blocks(model)
+        optimizer = optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+        options = StateDictOptions(init_optimizer_state=True)
+        if saves:
+            assert get_optimizer_state_dict(model, optimizer, options=options)["state"]
+        model(torch.ones(4, 5)).square().mean().backward()
+        if saves:
+            get_optimizer_state_dict(model, optimizer, options=options)
+        optimizer.step()
+        found.append([param.full_tensor() for param in model.parameters()])
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+
+
+@distributed(2)
+def test_plain_dicts_by_number_and_by_prefixed_name_load() -> None:
+    """As plain torch and DDP write them; other names warn."""
+    plain = Net()
+    first = optim.AdamW(plain.parameters(), lr=0.1)
+    plain(torch.ones(4, 5)).square().mean().backward()
+    first.step()
+    model = Net()
+    shard_blocks(model)
+    given = first.state_dict()
+    names = [name for name, _ in plain.named_parameters()]
+    by_name = {
+        "state": {f"module.{names[number]}": value for number, value in given["state"].items()},
+        "param_groups": [{**given["param_groups"][0], "params": [f"module.{n}" for n in names]}],
+    }
+    for each in (given, by_name):
+        optimizer = optim.AdamW(model.parameters(), lr=0.1)
+        set_optimizer_state_dict(model, optimizer, each)
+        moments = optimizer.state[model.out.weight]["exp_avg"].full_tensor()
+        assert torch.equal(moments, first.state[plain.out.weight]["exp_avg"])
+    strange = {"state": {}, "param_groups": [{**given["param_groups"][0], "params": ["other"]}]}
+    with pytest.warns(UserWarning, match="No state is loaded"):
+        set_optimizer_state_dict(model, optimizer, strange, options=StateDictOptions(strict=False))
+
+
+@distributed(2)
 def test_strangers_and_odd_state_are_refused_by_name() -> None:
-    """Another model's parameters; the history of LBFGS; ranks that stepped differently."""
+    """Another model's parameters; an object; ranks that stepped differently."""
     model = Net()
     shard_blocks(model)
     stranger = optim.SGD(Net().parameters(), lr=0.1)
     with pytest.raises(ValueError, match="not among them"):
         get_optimizer_state_dict(model, stranger)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer.state[model.out.bias] = {"old_dirs": []}
-    with pytest.raises(NotImplementedError, match=r"'old_dirs' of 'out\.bias' is a list.*LBFGS"):
+    optimizer.state[model.out.bias] = {"projector": object()}
+    with pytest.raises(NotImplementedError, match=r"'projector' of 'out\.bias' is a builtins\.obj"):
         get_optimizer_state_dict(model, optimizer)
     optimizer.state.clear()
     if dist.get_rank() == 0:
