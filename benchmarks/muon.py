@@ -13,8 +13,6 @@ issues, and what each rank holds of the momentum.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from benchmarks import report
 from benchmarks.models import make_batch, make_llama
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import run_ranks, timed_together
 from composable_shard import FlatShard, count_collectives, fully_shard
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -64,14 +62,6 @@ class GatherMuon(torch.optim.Optimizer):
             param.add_(part, alpha=-_LR * scale)
 
 
-def _timed(step: Callable[[], Any]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    step()
-    dist.barrier()
-    return (time.perf_counter() - start) * 1e3
-
-
 def _state_nbytes(optimizer: torch.optim.Optimizer) -> int:
     buffers = [state["momentum_buffer"] for state in optimizer.state.values()]
     return sum(buffer.to_local().nbytes for buffer in buffers)
@@ -101,7 +91,7 @@ def measure(rank: int, model_name: str, rounds: int) -> dict[str, Any]:
                 result[name]["sent"] = sum(event.nbytes for event in log.events)
                 result[name]["collectives"] = len(log.events)
                 continue
-            taken = _timed(optimizer.step)
+            taken = timed_together(optimizer.step)
             if number >= 0:
                 result[name]["times"].append(taken)
     for name, (_, optimizer) in ways.items():

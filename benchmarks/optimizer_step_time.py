@@ -18,7 +18,6 @@ from __future__ import annotations
 import importlib
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -28,12 +27,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import peers, report
 from benchmarks.models import make_batch, make_llama
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import run_ranks, timed_together
+from benchmarks.rounds import interleave, ratios
 from composable_shard import count_collectives
 
 PEERS = ("ours", "fsdp2", "plain")
@@ -84,18 +83,10 @@ def _stepper(model: nn.Module, make: Callable[[nn.Module], Any]) -> Callable[[],
     return partial(optimizer.step, closure)
 
 
-def _timed(step: Callable[[], None]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    step()
-    dist.barrier()
-    return (time.perf_counter() - start) * 1e3
-
-
 def measure(rank: int, model_name: str, optimizer: str, rounds: int) -> dict[str, Any]:
     """Return each peer's step times in ms, and bytes and collectives of a step of ours."""
     warnings.filterwarnings("ignore")
-    steps: dict[str, Callable[[], None]] = {}
+    timed: dict[str, Callable[[], float]] = {}
     failed: dict[str, str] = {}
     sent, count = 0, 0
     for peer in PEERS:
@@ -105,21 +96,16 @@ def measure(rank: int, model_name: str, optimizer: str, rounds: int) -> dict[str
         model(*make_batch(model_name, 0)).backward()
         try:
             step = _stepper(model, OPTIMIZERS[optimizer])
-            for _ in range(2):
-                with count_collectives() as log:
-                    step()
-                if peer == "ours":
-                    sent, count = sum(event.nbytes for event in log.events), len(log.events)
+            step()  # makes the state
+            with count_collectives() as log:
+                step()
         except Exception as error:
             failed[peer] = type(error).__name__
         else:
-            steps[peer] = step
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(rounds):
-        names = list(steps)
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
-            times[name].append(_timed(steps[name]))
+            timed[peer] = partial(timed_together, step)
+            if peer == "ours":
+                sent, count = sum(event.nbytes for event in log.events), len(log.events)
+    times = interleave(timed, rounds, 1)
     return {"times": times, "failed": failed, "sent": sent, "count": count}
 
 
@@ -130,8 +116,7 @@ def _row(optimizer: str, found: dict[str, Any], size: int) -> list[str]:
         cells.append(report.spread(times[peer], 1) if peer in times else found["failed"][peer])
     for peer in PEERS[1:]:
         if peer in times and "ours" in times:
-            pairs = zip(times["ours"], times[peer], strict=True)
-            cells.append(report.spread([ours / theirs for ours, theirs in pairs]))
+            cells.append(report.spread(ratios(times, "ours", peer)))
         else:
             cells.append("")
     return [*cells, str(found["count"]), f"{found['sent'] / size:.2f}"]
@@ -142,7 +127,7 @@ def main() -> None:
     parser = report.make_parser(__doc__)
     parser.add_argument("--model", default="tiny", help="out of 50m, std, tiny, micro")
     parser.add_argument("--world-size", type=int, default=2, help="gloo ranks")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds after two to warm up")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds after five steps to warm up")
     parser.add_argument("--names", default=",".join(OPTIMIZERS), help="comma separated")
     args = parser.parse_args()
     size = 4 * sum(param.numel() for param in make_llama(args.model).parameters())

@@ -28,7 +28,6 @@ import fcntl
 import json
 import multiprocessing
 import os
-import re
 import sys
 import tempfile
 import time
@@ -36,7 +35,7 @@ import traceback
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import date, timedelta
 from functools import cache
@@ -71,6 +70,7 @@ MODES: dict[str, dict[str, Any]] = {
     "no_shard": {"strategy": ShardingStrategy.NO_SHARD},
     "fsdp2": {},
 }
+UNSHARDED = (PLAIN, NUDGED)
 VERDICTS = ("right", "rounding", "close", "refused", "different", "uneven")
 
 
@@ -93,7 +93,7 @@ class Net(nn.Module):
 
 
 def _shard(model: Net, mode: str) -> None:
-    if mode in (PLAIN, NUDGED):
+    if mode in UNSHARDED:
         if mode == NUDGED:
             nn.utils.vector_to_parameters(
                 nn.utils.parameters_to_vector(model.parameters()) * (1 + 1e-7), model.parameters()
@@ -110,7 +110,7 @@ def _values(model: Net, mode: str) -> dict[str, Tensor]:
         register_orig_params(model)
     found: dict[str, Any] = dict(model.named_parameters())
     return {
-        name: (param.detach() if mode in (PLAIN, NUDGED) else param.detach().full_tensor()).clone()
+        name: (param.detach() if mode in UNSHARDED else param.detach().full_tensor()).clone()
         for name, param in found.items()
     }
 
@@ -174,7 +174,7 @@ def _run_rank(rank: int, case: Case, mode: str, end: Connection, store: str) -> 
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     try:
-        if mode not in (PLAIN, NUDGED):
+        if mode not in UNSHARDED:
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{store}",
@@ -199,7 +199,7 @@ def _run(case: Case, mode: str) -> list[_Ended]:
     context = multiprocessing.get_context("fork")
     ranks: list[tuple[BaseProcess, Connection]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for rank in range(1 if mode in (PLAIN, NUDGED) else NUM_RANKS):
+        for rank in range(1 if mode in UNSHARDED else NUM_RANKS):
             here, there = context.Pipe(duplex=False)
             arguments = (rank, case, mode, there, str(Path(folder) / "store"))
             process = context.Process(target=_run_rank, args=arguments)
@@ -224,32 +224,44 @@ def _receive(connection: Connection, end: float) -> _Ended:
     return _Ended({}, f"no answer after {LIMIT_S} s")
 
 
-def _judge(plain: _Ended, ranks: Sequence[_Ended]) -> tuple[str, str]:
-    """Return the verdict, and the error or the largest difference."""
+class _Row(NamedTuple):
+    """What came of an optimizer in one mode; a line of the results' file."""
+
+    verdict: str
+    detail: str  # the error, or the largest difference and where it is
+    nbytes: int = 0  # gathered at rest in the last step
+    amplified: float = 0.0  # by how much the plain model differs from itself, where it was asked
+
+
+def _judge(plain: _Ended, ranks: Sequence[_Ended], nudged: Callable[[], _Ended]) -> _Row:
     errors = [each.error for each in ranks]
     if all(each.has_raised for each in ranks):
-        return "refused", errors[0]
+        return _Row("refused", errors[0])
     if any(errors):
-        return "uneven", " / ".join(error or "no error" for error in errors)
-    largest, where = max(
-        (_difference(plain, name, each.values[name]), name)
-        for each in ranks
-        for name in plain.values
-    )
-    verdict = "right" if largest < RIGHT else "close" if largest < CLOSE else "different"
-    gathers = f"; a step gathers {ranks[0].nbytes:,} bytes" if ranks[0].nbytes else ""
-    return verdict, f"{largest:.1e} of {where}{gathers}"
+        return _Row("uneven", " / ".join(error or "no error" for error in errors))
+    largest, where = max(_largest(plain, each) for each in ranks)
+    detail, nbytes = f"{largest:.1e} of {where}", ranks[0].nbytes
+    if largest < RIGHT:
+        return _Row("right", detail, nbytes)
+    amplified, _ = _largest(plain, nudged())
+    is_rounding = largest <= 2 * amplified
+    verdict = "rounding" if is_rounding else "close" if largest < CLOSE else "different"
+    return _Row(verdict, detail, nbytes, amplified)
+
+
+def _largest(plain: _Ended, found: _Ended) -> tuple[float, str]:
+    """Return the largest difference of any parameter, and which it is."""
+    return max((_difference(plain, name, found.values[name]), name) for name in plain.values)
 
 
 def _difference(plain: _Ended, name: str, value: Any) -> float:
     expected, found = torch.from_numpy(plain.values[name]), torch.from_numpy(value)
     if found.shape != expected.shape:
         return float("inf")
-    moved = (expected - _start()[name]).abs().max().item() + 1e-12
-    error = (found - expected).abs().max().item() / moved
-    if error == error:  # no NaN
-        return error
-    return 0.0 if torch.equal(expected.isnan(), found.isnan()) else float("inf")
+    moved = (expected - _start()[name]).abs().nan_to_num(0.0).max().item() + 1e-12
+    if not torch.equal(expected.isnan(), found.isnan()):
+        return float("inf")
+    return (found - expected).abs().nan_to_num(0.0).max().item() / moved
 
 
 @cache
@@ -266,17 +278,17 @@ class Results:
         self._locks = Path(f"{path}.locks")
         self._locks.mkdir(parents=True, exist_ok=True)
 
-    def read(self) -> dict[tuple[str, str], dict[str, Any]]:
+    def read(self) -> dict[tuple[str, str], _Row]:
         """Return what is known, by optimizer and mode; later lines replace earlier ones."""
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         rows: Iterable[dict[str, Any]] = map(json.loads, lines)
-        return {(row["name"], row["mode"]): row for row in rows}
+        return {(row.pop("name"), row.pop("mode")): _Row(**row) for row in rows}
 
-    def add(self, name: str, mode: str, verdict: str, detail: str) -> None:
-        row = {"name": name, "mode": mode, "verdict": verdict, "detail": detail}
+    def add(self, name: str, mode: str, row: _Row) -> None:
+        line = json.dumps({"name": name, "mode": mode, **row._asdict()})
         with self._path.open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(json.dumps(row) + "\n")
+            file.write(line + "\n")
 
     def claim(self, name: str) -> Any:
         """Return an open file that keeps other processes from this optimizer, or None."""
@@ -300,26 +312,21 @@ def _work(cases: Sequence[Case], modes: Sequence[str], results: Results, until: 
         with claim:
             known = results.read()
             missing = [mode for mode in modes if (case.name, mode) not in known]
-            if missing and known.get((case.name, PLAIN), {}).get("verdict") != "fails":
+            if missing and (case.name, PLAIN) not in known:  # it fails
                 _run_case(case, missing, results)
 
 
 def _run_case(case: Case, modes: Sequence[str], results: Results) -> None:
     (plain,) = _run(case, PLAIN)
     if plain.error:
-        results.add(case.name, PLAIN, "fails", plain.error)
+        results.add(case.name, PLAIN, _Row("fails", plain.error))
         print(f"{case.name}: fails on the plain model", flush=True)
         return
+    nudged = cache(lambda: _run(case, NUDGED)[0])
     for mode in modes:
-        verdict, detail = _judge(plain, _run(case, mode))
-        if verdict in ("close", "different"):
-            (nudged,) = _run(case, NUDGED)
-            amplified = max(_difference(plain, each, nudged.values[each]) for each in plain.values)
-            if float(detail.partition(" ")[0]) <= 2 * amplified:
-                verdict = "rounding"
-            detail += f"; the plain model differs from itself by {amplified:.1e}"
-        results.add(case.name, mode, verdict, detail)
-        print(f"{case.name}, {mode}: {verdict}", flush=True)
+        row = _judge(plain, _run(case, mode), nudged)
+        results.add(case.name, mode, row)
+        print(f"{case.name}, {mode}: {row.verdict}", flush=True)
 
 
 def _versions(cases: Iterable[Case]) -> str:
@@ -343,8 +350,7 @@ def _render(cases: Sequence[Case], results: Results) -> str:
         *([f"fail on the plain model too: {', '.join(failed)}"] if failed else []),
     )
     counts = [
-        Counter(rows[n.name, mode]["verdict"] for n in ran if (n.name, mode) in rows)
-        for mode in modes
+        Counter(rows[n.name, mode].verdict for n in ran if (n.name, mode) in rows) for mode in modes
     ]
     text += "\n" + report.table(
         ["", *VERDICTS],
@@ -355,20 +361,24 @@ def _render(cases: Sequence[Case], results: Results) -> str:
     )
     table, notes = [], []
     for case in ran:
-        found = [rows.get((case.name, mode), {}) for mode in modes]
-        table.append([case.name, *(each.get("verdict", "") for each in found)])
-        for mode, each in zip(modes, found, strict=True):
-            if each.get("verdict", "right") != "right":
+        found = {mode: rows[case.name, mode] for mode in modes if (case.name, mode) in rows}
+        table.append([case.name, *(found[m].verdict if m in found else "" for m in modes)])
+        for mode, row in found.items():
+            if row.verdict != "right":
                 draws = (
-                    "draws a random number for each parameter that it sees; " if case.draws else ""
+                    "draws random numbers for each parameter that it sees; " if case.draws else ""
                 )
-                detail = " ".join(each["detail"].split())[:200]
-                notes.append(f"- {case.name}, {mode}: {each['verdict']}. {draws}{detail}\n")
+                detail = " ".join(row.detail.split())[:200] + _of_itself(row)
+                notes.append(f"- {case.name}, {mode}: {row.verdict}. {draws}{detail}\n")
     return f"{text}\n{report.table(['', *modes], table)}\n{''.join(notes)}"
 
 
 _MARK = "<!-- printed by benchmarks.optimizers -->"
-_GATHERS = re.compile(r"; a step gathers ([\d,]+) bytes")
+
+
+def _of_itself(row: _Row) -> str:
+    text = f"; the plain model differs from itself by {row.amplified:.1e}"
+    return text if row.amplified else ""
 
 
 def _write_page(page: Path, cases: Sequence[Case], results: Results) -> None:
@@ -377,22 +387,19 @@ def _write_page(page: Path, cases: Sequence[Case], results: Results) -> None:
     ran = [case for case in cases if (case.name, "element") in rows]
     groups: dict[str, list[list[str]]] = {}
     reasons = []
-    numel = sum(param.numel() for param in Net().parameters())
+    size = sum(param.nbytes for param in Net().parameters())
     for case in ran:
         row, (module, _, name) = rows[case.name, "element"], case.name.partition(".")
-        gathers = _GATHERS.search(row["detail"])
-        is_right = row["verdict"] in ("right", "rounding")
         columns = groups.setdefault(module, [[], [], []])
-        if not is_right:
+        if row.verdict not in ("right", "rounding"):
             columns[2].append(name)
-            reasons.append(f"- {case.name}: {row['verdict']}. {row['detail'].split('. ')[0]}\n")
-        elif gathers:
-            times = int(gathers[1].replace(",", "")) / (4 * numel)
-            columns[1].append(f"{name} ({times:.2g})")
+        elif row.nbytes:
+            columns[1].append(f"{name} ({row.nbytes / size:.2g})")
         else:
             columns[0].append(name)
-        if row["verdict"] == "rounding":
-            reasons.append(f"- {case.name} amplifies rounding: {row['detail'].split('; ')[-1]}\n")
+        if row.verdict != "right":
+            reason = row.detail.split(". ")[0] + _of_itself(row)
+            reasons.append(f"- {case.name}: {row.verdict}. {reason}\n")
     head = ["package", "right, gathers nothing", "right, gathers", "not right"]
     table = report.table(
         head, [[name, *map(", ".join, found)] for name, found in sorted(groups.items())]

@@ -26,6 +26,15 @@ from tests import device
 GROUP_TIMEOUT = timedelta(seconds=120)
 
 
+def timed_together(step: Callable[[], Any]) -> float:
+    """Return the milliseconds that a step takes on all ranks of the group, from start to last."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    dist.barrier()
+    return (time.perf_counter() - start) * 1e3
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],

@@ -59,10 +59,10 @@ def may_gather(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Return whether an op means the same on gathered operands as on whole tensors.
 
     It does not for an op that changes the form of a tensor, nor for a view, to which a program may
-    write: what is gathered is a copy. In a graph that reaches a parameter at
-    rest, only reads of shards are gathered: a layer that is called outside its unit should raise
-    at once and not in the backward. Values of one owner exist on all ranks only as parameters
-    outside steps, [Note: Scope of a reduction], and there only reads are gathered.
+    write: what is gathered is a copy. In a graph that reaches a parameter at rest, only reads of
+    shards are gathered: a layer that is called outside its unit should raise at once and not in
+    the backward. Values of one owner exist on all ranks only as parameters outside steps,
+    [Note: Scope of a reduction], and there only reads are gathered.
     """
     if torch.Tag.inplace_view in func.tags or func.is_view:
         return False

@@ -25,6 +25,7 @@ from composable_shard import (
 from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.gathering import GatherWarning
 from tests.harness.helpers import assert_equal, distributed
+from tests.programs.models import Twins
 
 Named = dict[str, Tensor]
 
@@ -397,9 +398,9 @@ def test_lbfgs_is_right_and_keeps_its_history_in_parts() -> None:
 @distributed(2)
 def test_a_gradient_is_transposed_in_place() -> None:
     """As Shampoo's loops do; a parameter is not."""
-    torch.manual_seed(2)
-    plain = UnevenNet()
-    model = fully_shard(copy.deepcopy(plain))
+    twins = Twins(UnevenNet, fully_shard)
+    plain: Any = twins.plain
+    model: Any = twins.sharded
     for each in (plain, model):
         each(torch.ones(2, 5)).sum().backward()
     found, expected = model.a.weight.grad, plain.a.weight.grad
@@ -421,9 +422,9 @@ def test_a_gradient_is_transposed_in_place() -> None:
 @distributed(2)
 def test_bits_are_viewed_as_another_dtype() -> None:
     """As stochastic rounding does; of another size they would be a copy, and writes be lost."""
-    torch.manual_seed(2)
-    plain = UnevenNet()
-    model = fully_shard(copy.deepcopy(plain))
+    twins = Twins(UnevenNet, fully_shard)
+    plain: Any = twins.plain
+    model: Any = twins.sharded
     for each in (plain, model):
         weight = each.a.weight.detach()
         weight.view(torch.int32).bitwise_and_(-65536)
