@@ -541,14 +541,14 @@ def test_half_precision_wire(strategy: ShardingStrategy) -> None:
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         assert param.dtype == F32
         assert_equal(param.detach(), expected.detach().to(F16).float())
-    reshard(model)
-    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_is_slice(param, expected)
     (handle,) = get_handles(model)
     assert (
         handle.local_shard.untyped_storage().data_ptr()
         != handle.unsharded.untyped_storage().data_ptr()
     )
+    reshard(model)
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert_is_slice(param, expected)
 
 
 @distributed(3)

@@ -27,8 +27,9 @@ _NUM_RANKS = 2
 
 def _stored_nbytes(*tensors: torch.Tensor) -> int:
     """Return the bytes of the tensors' storages, each once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    held = [storage for storage in storages if storage.size()]  # freed memory has no address
+    return sum({storage.data_ptr(): storage.nbytes() for storage in held}.values())
 
 
 def _of_all_ranks(value: int) -> int:
