@@ -92,10 +92,13 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = (
 bump_version: Callable[[tuple[Tensor, ...]], None] = torch._C._increment_version
 
 
+# A number that identifies a storage while it is alive.
+number_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+
 def storage_of(tensor: Tensor) -> int:
     """Return a number that identifies a tensor's storage while it is alive."""
-    number: int = tensor.untyped_storage()._cdata
-    return number
+    return number_of(tensor.untyped_storage())
 
 
 def storage_uses_of(tensor: Tensor) -> int:
@@ -103,7 +106,7 @@ def storage_uses_of(tensor: Tensor) -> int:
     return torch._C._storage_Use_Count(storage_of(tensor)) - 1
 
 
-# Make each access to a storage's memory raise, and undo that; their argument is `storage_of`'s.
+# Make each access to a storage's memory raise, and undo that; their argument is `number_of`'s.
 # Builds without CUDA, and some older ones, have neither: there a read may crash the process.
 refuse_reads: Callable[[int, str], None] | None = getattr(
     torch._C, "_set_storage_data_ptr_access_error_msg", None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from composable_shard.torch_private import allow_reads, refuse_reads, storage_of
+from composable_shard.torch_private import allow_reads, number_of, refuse_reads
 
 _IS_FREED = (
     "a view of full parameters is read after the unit has freed them. Keep a copy instead "
@@ -26,7 +26,7 @@ def alloc_storage(tensor: Tensor) -> None:
     storage, nbytes = tensor.untyped_storage(), tensor.nbytes
     if storage.nbytes() != nbytes:
         if allow_reads is not None:
-            allow_reads(storage_of(tensor))
+            allow_reads(number_of(storage))
         storage.resize_(nbytes)
 
 
@@ -40,4 +40,4 @@ def free_storage(tensor: Tensor, *, refuses_reads: bool = False) -> None:
     if storage.nbytes() != 0 and storage.resizable():
         storage.resize_(0)
         if refuses_reads and refuse_reads is not None and allow_reads is not None:
-            refuse_reads(storage_of(tensor), _IS_FREED)
+            refuse_reads(number_of(storage), _IS_FREED)
