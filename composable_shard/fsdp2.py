@@ -29,10 +29,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from composable_shard import construct, module_api, options, state_dict
 from composable_shard.comm import then_call_hook
+from composable_shard.construct import PlainPart, plain_parts
+from composable_shard.fsdp2_meshes import PlacedParams, mesh_of, split_mesh
 from composable_shard.module_api import UnshardWork as UnshardHandle
 from composable_shard.module_api import register_forward_method as register_fsdp_forward_method
 from composable_shard.tensor import FlatShard
-from composable_shard.torch_private import mesh_of_axes
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -86,20 +87,28 @@ def fully_shard(  # noqa: PLR0913 -- FSDP2's arguments
         mesh: As in FSDP2: 1-D, or 2-D `(replicate, shard)`.
         reshard_after_forward: As in FSDP2.
         shard_placement_fn: `Shard(0)` cuts between rows. None and other dims cut anywhere: the
-            shards differ from FSDP2's, and the values are the same.
+            shards differ from FSDP2's, and the values are the same. Inner modules that it puts on
+            another mesh (experts) become units there.
         mp_policy: Torch's policy, or this library's.
         offload_policy: Torch's policy, or this library's.
         ignored_params: As in FSDP2.
         dp_mesh_dims: The axes of `mesh` for data parallelism. Several of one kind become one axis.
+            On the others parameters are DTensors, or plain tensors that the library spmd_types
+            annotates: modules compute with these, and at rest they are what the DTensors would be.
         others: Further options of `composable_shard.fully_shard`.
 
     Raises:
-        NotImplementedError: For parameters with a mesh or dtype of their own, DTensors on the axes
-            of data parallelism, or plain tensors on a mesh with further axes, with what to do.
+        ValueError: For annotations that leave out an axis, or say anything but that parameters are
+            the same on axes of data parallelism.
+        NotImplementedError: For a module whose own parameters have several meshes, parameters with
+            a dtype of their own, DTensors on the axes of data parallelism, and plain tensors
+            without annotations on a mesh with further axes, with what to do.
     """
     modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else [*module]
+    given = mesh
+    parts: dict[nn.Parameter, PlainPart] = {}
     if dp_mesh_dims is not None:
-        mesh = _data_parallel_mesh(mesh, dp_mesh_dims, modules)
+        mesh, parts = split_mesh(mesh, dp_mesh_dims, modules, ignored_params)
         if dp_mesh_dims.shard is None:
             others.setdefault("strategy", "no_shard")
     if isinstance(mp_policy, MixedPrecisionPolicy):
@@ -117,66 +126,36 @@ def fully_shard(  # noqa: PLR0913 -- FSDP2's arguments
         pins = {"pin_memory": offload_policy.pin_memory} if is_on else {}  # type: ignore[attr-defined]
         offload_policy = options.OffloadPolicy(params=is_on, **pins)
     if shard_placement_fn is not None:
-        place = shard_placement_fn
-        others.setdefault("granularity", lambda param: _granularity_of(param, place(param)))
-    construct.fully_shard(
-        modules,
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=ignored_params,
-        **others,
-    )
+        placed = PlacedParams(shard_placement_fn, given)
+        for info, inner in placed.modules_on_other_meshes(modules):
+            fully_shard(
+                inner,
+                mesh=mesh_of(info),
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=placed.placement,
+                mp_policy=mp_policy,
+                offload_policy=offload_policy,
+                ignored_params=ignored_params,
+                dp_mesh_dims=getattr(info, "dp_mesh_dims", None),
+                **others,
+            )
+        others.setdefault("granularity", placed.granularity)
+    with plain_parts(parts):
+        construct.fully_shard(
+            modules,
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+            **others,
+        )
     for each in modules:
         each.__class__ = _class_with_methods(type(each))
     return module
 
 
 fully_shard.state = construct.fully_shard.state  # type: ignore[attr-defined]
-
-
-def _data_parallel_mesh(mesh: DeviceMesh | None, dims: Any, modules: list[nn.Module]) -> DeviceMesh:
-    """Return the part of a mesh that `dp_mesh_dims` names, if no parameter lies on it already."""
-    if mesh is None:
-        raise ValueError(f"{dims!r} names axes of a mesh. Pass mesh= too.")
-    given = [each for each in (dims.replicate, dims.shard) if each is not None]
-    axes = [(each,) if isinstance(each, str) else tuple(each) for each in given]
-    chosen = {name for names in axes for name in names}
-    others = [name for name in mesh.mesh_dim_names or () if name not in chosen]
-    others = [name for name in others if mesh[name].size() > 1]
-    for name, param in (item for module in modules for item in module.named_parameters()):
-        found = getattr(param, "device_mesh", None)
-        if found is not None and chosen & set(found.mesh_dim_names or ()):
-            raise NotImplementedError(
-                f"parameter '{name}' is a DTensor on {found}, axes of data parallelism included. "
-                'Distribute it over the others alone, as parallelize_module does with mesh["tp"].'
-            )
-        if found is None and others and not isinstance(param, FlatShard):
-            raise NotImplementedError(
-                f"parameter '{name}' is a plain tensor, and the mesh has the axes {others}, on "
-                "which it may be a part: state dicts and norms would take it for the whole. "
-                "Distribute it over them as a DTensor, as parallelize_module does; or pass the "
-                "axes of data parallelism alone as mesh=, if it is the same on all of them."
-            )
-    return mesh_of_axes(mesh, axes)
-
-
-def _granularity_of(param: nn.Parameter, placement: Any) -> options.Granularity:
-    """Return the granularity nearest to one of FSDP2's placements."""
-    if hasattr(placement, "mesh_info"):
-        raise NotImplementedError(
-            "shard_placement_fn returned a mesh for one parameter. Call fully_shard with that mesh "
-            "on the module that holds it (the experts), before the module around it."
-        )
-    if placement is None:
-        return "element"
-    if not -param.ndim <= placement.dim < param.ndim:
-        raise ValueError(
-            f"shard_placement_fn returned {placement!r} for a parameter of shape "
-            f"{tuple(param.shape)}. Return a dim that it has, or None."
-        )
-    return "row" if placement.dim % param.ndim == 0 else "element"
 
 
 def _class_with_methods(cls: type) -> Any:

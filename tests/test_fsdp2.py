@@ -562,7 +562,7 @@ def test_no_sync_is_a_method_too() -> None:
 
 @distributed(2)
 def test_placements_become_granularities() -> None:
-    """`Shard(0)` cuts between rows, other dims anywhere; a mesh for one parameter is refused.
+    """`Shard(0)` cuts between rows, other dims anywhere.
 
     After what is refused the same model is sharded right, and trains.
     """
@@ -575,12 +575,6 @@ def test_placements_become_granularities() -> None:
     )
     assert twins.sharded.inp.weight.to_local().numel() % 5 == 0
     train_twins(twins)
-
-    class Placed:
-        placement, mesh_info = Shard(0), None
-
-    with pytest.raises(NotImplementedError, match="on the module that holds it"):
-        fsdp2.fully_shard(nn.Linear(3, 5), shard_placement_fn=lambda param: Placed())
 
 
 @needs_torch("2.13", "before, FSDP2 has no DataParallelMeshDims")

@@ -245,7 +245,7 @@ def _build_handle(
     strides: dict[Any, Any] = {}
     specs = [
         ShardSpec(
-            shape=shapes.setdefault(size := original.param.shape, size),
+            shape=shapes.setdefault(size := original.shape, size),
             dense_shape=shapes.setdefault(size := tensor.shape, size),
             dense_stride=strides.setdefault(stride := dense_stride(tensor), stride),
             layout=layout,
@@ -253,6 +253,9 @@ def _build_handle(
             rank=shard_group.rank,
             group_name=shard_group.name,
             tensor_parallel=original.tensor_parallel,
+            plain_gradients=None
+            if (part := original.plain_part) is None
+            else part.gradient_placements,
             label=ParamLabel(original.fqn),
             is_split=not options.strategy.facts.is_replicated,
         )

@@ -14,6 +14,7 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
 
 from composable_shard.comm import ShardGroup
+from composable_shard.construct.split_by_hand import PlainPart, plain_part_of
 from composable_shard.flat_param import (
     Extension,
     FlatParamHandle,
@@ -113,10 +114,23 @@ class Original:
 
     @property
     def tensor_parallel(self) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-        """The mesh and placements of a DTensor; None for other parameters."""
+        """The mesh and placements of a DTensor or of a part of one; None for other parameters."""
+        if (part := self.plain_part) is not None:
+            return part.mesh, part.own_placements
         if type(self.param) is nn.Parameter or not isinstance(self.param, DTensor):
             return None
         return self.param.device_mesh, tuple(self.param.placements)
+
+    @property
+    def plain_part(self) -> PlainPart | None:
+        """How a plain parameter lies on a mesh, if it is a part."""
+        return plain_part_of(self.param)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The logical shape: of a part, that of the whole."""
+        part = self.plain_part
+        return self.param.shape if part is None else part.whole_shape(self.param)
 
 
 @dataclass

@@ -304,10 +304,12 @@ def move_out_gradients(params: Sequence[FlatShard], memory: Tensor) -> None:
 def local_gradient(gradient: Tensor, spec: ShardSpec) -> Tensor:
     """Return the dense gradient that belongs to a parameter's local part.
 
-    A DTensor gradient is brought to its parameter's placements first: layers with sequence
-    parallelism produce partial sums.
+    It is brought to its parameter's placements first: layers with sequence parallelism produce
+    partial sums.
     """
-    if spec.tensor_parallel is None:
+    if spec.tensor_parallel is None or spec.plain_gradients == spec.tensor_parallel[1]:
         return gradient
     mesh, placements = spec.tensor_parallel
+    if spec.plain_gradients is not None:
+        gradient = DTensor.from_local(gradient, mesh, spec.plain_gradients, run_check=False)
     return cast(DTensor, gradient).redistribute(mesh, placements).to_local()

@@ -122,7 +122,7 @@ class FlatParamHandle:
         self.shard, self.full = self.memory.allocate(layout, self.guard, main_dtype, device)
         self.full.label = self.grads.reduction.label = self.label
         for param, spec in zip(params, specs, strict=True):
-            kind = FlatShard if spec.tensor_parallel is None else FlatShardOfDTensor
+            kind = FlatShardOfDTensor if spec.is_shown_as_dtensor else FlatShard
             start, end = layout.local_range(cast(int, spec.index), shard_group.rank)
             view = self.shard.values[start:end].data  # autograd's notes on a view are 290 bytes
             view.copy_(spec.slice(param.detach()))

@@ -57,7 +57,7 @@ class ScopeParams:
         self.grad_buffer = buffer
         for index, entry in enumerate(self._entries):
             if has_gradient[index]:
-                grad = entry.spec.unflatten(self._part(buffer, index))
+                grad = entry.spec.show(self._part(buffer, index))
                 self._grads[index] = grad
                 self.params[index].grad = grad
 
@@ -154,9 +154,7 @@ _FLAT_LABEL = ParamLabel("_flat_param")
 
 
 def _make_param(entry: ParamEntry, values: Tensor) -> nn.Parameter:
-    param = nn.Parameter(
-        entry.spec.unflatten(values), values.is_floating_point() or values.is_complex()
-    )
+    param = nn.Parameter(entry.spec.show(values), values.is_floating_point() or values.is_complex())
     copy_attributes(param, entry.sharded)
     if param.requires_grad:  # Also on frozen ones, except integers: the body may unfreeze them.
         param.register_hook(_refuse_backward)

@@ -544,7 +544,7 @@ class UnshardedParams:
         start = self._layout.offsets[index]
         # [Note: Storage and autograd]: .data gives each parameter its own version counter.
         flat = self._buffer.data[start : start + self._layout.numels[index]]
-        return entry.spec.unflatten(flat)
+        return entry.spec.show(flat)
 
     def note_hidden_alias(self) -> None:
         """Note that a graph has saved an alias that autograd doesn't connect with a parameter."""

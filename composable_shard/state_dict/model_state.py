@@ -215,7 +215,7 @@ def show_shards(
                 param.handle.adopt_changes()
                 entry = param.entry
                 # Not detach(): a hidden parameter's class would come along.
-                kind = FlatShard if entry.spec.tensor_parallel is None else FlatShardOfDTensor
+                kind = FlatShardOfDTensor if entry.spec.is_shown_as_dtensor else FlatShard
                 shard = kind(entry.sharded._local, entry.spec, guard=param.handle.guard)
                 state_dict[keys[unwrapped(prefix + name)]] = shard
 

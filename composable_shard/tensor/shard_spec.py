@@ -147,6 +147,7 @@ class ShardSpec:
     rank: int
     group_name: str
     tensor_parallel: tuple[DeviceMesh, tuple[Placement, ...]] | None = None
+    plain_gradients: tuple[Placement, ...] | None = None  # modules see the local part, plain
     label: ParamLabel = field(default_factory=lambda: ParamLabel("?"), compare=False)
     start: int = 0  # first element in the parameter; not 0 for some of its rows
     num_components: int = 1  # elements for each element of the layout (2 for `view_as_real`)
@@ -185,6 +186,11 @@ class ShardSpec:
     def numels(self) -> list[int]:
         """Elements that each rank of the shard group holds."""
         return [end - start for start, end in map(self.range_of, range(self.world_size))]
+
+    @property
+    def is_shown_as_dtensor(self) -> bool:
+        """Whether modules see a DTensor, not a plain tensor."""
+        return self.tensor_parallel is not None and self.plain_gradients is None
 
     @property
     def is_alone(self) -> bool:
@@ -237,6 +243,11 @@ class ShardSpec:
         For a parameter of a tensor-parallel mesh the result is a DTensor.
         """
         return self.distribute(flat.as_strided(self.dense_shape, self.dense_stride))
+
+    def show(self, flat: Tensor) -> Tensor:
+        """View the elements of the dense tensor as modules see it: a DTensor, or a plain part."""
+        dense = flat.as_strided(self.dense_shape, self.dense_stride)
+        return self.distribute(dense) if self.is_shown_as_dtensor else dense
 
     def distribute(self, dense: Tensor) -> Tensor:
         """Return the dense tensor as the logical one: as a DTensor, if that is one."""
