@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -66,43 +66,12 @@ SLOW_FILES = (
     "test_fuzz_claims",
     "test_checkpoint",
 )
-# What takes longest, and is left to `make test`: `.ci/run` must end in time.
-LONG_TESTS = frozenset(
-    {
-        "test_kills_between_file_operations_and_at_random_moments",
-        "test_each_wait_is_found",
-        "test_a_tensor_parallel_script_trains_alike_by_its_import_line",
-        "test_the_host_waits_where_the_device_is_more_than_two_steps_behind",
-        "test_killed_parent_leaves_no_process",
-        "test_language_model_ends_cleanly_at_ctrl_c",
-        "test_int8_wire_trains_as_well",
-        "test_a_step_takes_little_more_than_its_bound",
-        "test_levels_are_those_of_the_formulas_and_below_fsdp2",
-        "test_steps_with_replicas_have_no_races",
-        "test_neither_does_one_over_replicas",
-        "test_memory_does_not_grow_with_the_steps",
-        "test_l_dies_the_others_say_who_is_gone_and_torchrun_resumes",
-        "test_compiled_units_train_alike",
-        "test_registered_methods_of_compiled_modules",
-        "test_compiled_step_equals_the_eager_one",
-        "test_a_compiled_layer_costs_no_call_more",
-        "test_a_step_after_an_interrupt_at_any_line_is_right",
-    }
-)
-LONG_FILES = frozenset(
-    {
-        "test_fuzz_claims",
-        "test_harness",
-        "test_interchange",
-        "test_scale",
-        "test_soak",
-        "test_tutorials",
-    }
-)
 OPPOSITE = (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD)
 BACKSTOP_S = 30.0  # after the deadline: for a test that is stuck where no signal handler runs
 
 _stderr = pytest.StashKey[TextIO]()
+_cases = pytest.StashKey[tuple[int, int]]()  # that are run, and that there are
+_CASES = "cases"  # what a worker of pytest-xdist tells
 
 
 @pytest.fixture
@@ -137,13 +106,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    num_all = len(items)
     if not config.getoption("all_cases"):
         if os.environ.get("CI"):
-            items[:] = [item for item in items if not _is_long(item)]
+            items[:] = [each for each in items if not each.get_closest_marker("long")]
         items[:] = _with_two_of_each(items)
         if os.environ.get("CI"):
             items[:] = _with_opposite_strategies(items)
         items[:] = _with_modes_in_turn(_with_one_size_each(items))
+    config.stash[_cases] = len(items), num_all
     num_tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (_turn_of(item), -num_tests[item.path]))
     if not torch.cuda.is_available():
@@ -172,11 +143,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
         faulthandler.cancel_dump_traceback_later()
-
-
-def _is_long(item: pytest.Item) -> bool:
-    name = getattr(item, "originalname", "")
-    return name in LONG_TESTS or item.path.stem in LONG_FILES
 
 
 def _turn_of(item: pytest.Item) -> int:
@@ -306,7 +272,17 @@ def _meetings(item: pytest.Function) -> set[tuple[str, int, int]]:
     return {(name, id(value), size) for name, value in item.callspec.params.items()}
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Take what a worker has collected; all collect the same."""
+    if found := getattr(node, "workeroutput", {}).get(_CASES):
+        node.config.stash[_cases] = tuple(found)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    config: Any = session.config
+    if hasattr(config, "workeroutput") and _cases in config.stash:
+        config.workeroutput[_CASES] = config.stash[_cases]
     if os.environ.get("CI") and _unknown_skips(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -314,6 +290,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
+    kept, num_all = config.stash.get(_cases, (0, 0))
+    if kept < num_all:
+        terminalreporter.write_line(f"{kept:,} of {num_all:,} cases (--all-cases runs all)")
     if os.environ.get("CI"):
         for skip in _unknown_skips(config):
             terminalreporter.write_line(f"SKIP NOT ALLOWED IN CI: {skip}", red=True)

@@ -256,6 +256,7 @@ def test_a_script_that_clips_trains_alike_by_its_import_line() -> None:
     _compare_scripts(1, None)
 
 
+@pytest.mark.long
 @distributed(4)
 def test_a_tensor_parallel_script_trains_alike_by_its_import_line() -> None:
     """With a sequence-parallel Llama on two times two ranks; FSDP2's layers are not compiled."""

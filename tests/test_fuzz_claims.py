@@ -6,6 +6,8 @@ import pytest
 
 from tests.fuzz_claims import FEATURES, draw, run_apart, run_seeds
 
+pytestmark = pytest.mark.long
+
 NUM_SEEDS = 4  # of a test
 MAY_BE_REFUSED = {"uneven", "hiding"}
 SEEDED = {"penalty", "freeze", "data", "dropping", "carrying"}  # of those that were wrong once

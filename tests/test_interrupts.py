@@ -13,6 +13,7 @@ NUM_MOMENTS = 24  # of a program
 SAMPLED = ("plain", "no_sync", "shards_optim", "checkpoint", "one_rank", "new_data", "first_step")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_step_after_an_interrupt_at_any_line_is_right(name: str, tmp_path: Path) -> None:
     """State dict and checkpoint in the handler too: by value, as a plain model's."""

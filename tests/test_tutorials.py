@@ -26,6 +26,8 @@ import torch.distributed as dist
 
 from tests.harness.helpers import run_processes, run_ranks
 
+pytestmark = pytest.mark.long
+
 TUTORIALS = Path(__file__).parent.parent / "tutorials"
 SCRIPT = TUTORIALS / "train_language_model.py"
 TINY = ["--layers", "1", "--dim", "64", "--length", "16", "--steps", "6", "--check-steps", "2"]
@@ -125,6 +127,7 @@ def _interrupt_here(options: list[str], folder: Path) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), printed.read_text()
 
 
+@pytest.mark.long
 def test_language_model_ends_cleanly_at_ctrl_c(tmp_path: Path) -> None:
     """All ranks stop, say so without a traceback, and leave the losses so far."""
     options = ["--ranks", "2", *TINY, "--steps", "100000", "--output", str(tmp_path)]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.harness.helpers import run_benchmark
 
 
+@pytest.mark.long
 def test_kills_between_file_operations_and_at_random_moments() -> None:
     """A part of what the benchmark does, whose own checks say what went wrong."""
     options = ["--every", "14", "--random", "2", "--steps", "12", "--resume-every", "3"]

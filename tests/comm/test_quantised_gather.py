@@ -494,6 +494,7 @@ def test_error_while_packing_or_unpacking_leaves_the_next_step_right(
         assert_at_rest(model)
 
 
+@pytest.mark.long
 @distributed(2)
 def test_int8_wire_trains_as_well() -> None:
     """The loss of a regression falls as that of exact parameters does."""

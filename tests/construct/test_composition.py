@@ -283,6 +283,7 @@ class _GraphRecorder:
         return {getattr(node.target, "__name__", str(node.target)) for node in nodes}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("how", [_compile_blocks, _wrap_blocks, _compile_root])
 @distributed(2)

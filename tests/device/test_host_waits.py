@@ -132,6 +132,7 @@ def test_a_warm_step_waits_for_nothing_that_the_page_does_not_name(
     assert wrong == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @on_device(num_ranks=4)
 def test_neither_does_one_over_replicas(strategy: ShardingStrategy) -> None:

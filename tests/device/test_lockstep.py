@@ -36,6 +36,7 @@ class _Program:
         self._optimizer.zero_grad()
 
 
+@pytest.mark.long
 @on_device(num_ranks=2)
 def test_the_host_waits_where_the_device_is_more_than_two_steps_behind() -> None:
     """Once in a step, for what the ranks have compared, so that all of them act in one step."""

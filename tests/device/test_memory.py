@@ -13,6 +13,7 @@ _MODEL = "slim"
 _OURS = [peer for peer in PEERS if peer.startswith("ours")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 @on_device(num_ranks=2, timeout_s=60)
 def test_levels_are_those_of_the_formulas_and_below_fsdp2(precision: str) -> None:
@@ -30,6 +31,7 @@ def test_levels_are_those_of_the_formulas_and_below_fsdp2(precision: str) -> Non
         assert found["ours"][stage] < found["fsdp2"][stage], stage
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("peer", ["ours", "ours_optim"])  # frees all, keeps all
 @on_device(num_ranks=2, timeout_s=60)
 def test_memory_does_not_grow_with_the_steps(peer: str) -> None:

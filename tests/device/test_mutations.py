@@ -128,6 +128,7 @@ def _all_are_found(module: str) -> None:
         assert num_races.item() > 0, f"{program} does without {site}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("module", MODULES)
 def test_each_wait_is_found(module: str) -> None:
     """By a program with a race when it is left out."""

@@ -25,6 +25,7 @@ def _assert_within_bounds(num_ranks: int, case: str) -> None:
     assert {key: ratio for key, ratio in ratios.items() if ratio > 1.05} == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["ours", "replicas"])
 def test_a_step_takes_little_more_than_its_bound(case: str) -> None:
     """At most 1.05 of the longer of computing and communication, with the first and last of it.

@@ -41,6 +41,7 @@ def test_steps_have_no_races(strategy: ShardingStrategy) -> None:
     _silent(strategy=strategy)
 
 
+@pytest.mark.long
 @on_device(num_ranks=4)
 def test_steps_with_replicas_have_no_races() -> None:
     """The second stage of reductions, put off in some microbatches; and a part that is kept."""

@@ -30,6 +30,8 @@ from tests.harness.helpers import (
     run_ranks,
 )
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -288,6 +290,7 @@ def test_local_function_is_refused() -> None:
 # --- end of session ---
 
 
+@pytest.mark.long
 def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:
     """Workers that are busy die with a parent that had no time to say goodbye."""
     code = """

@@ -147,6 +147,7 @@ class _Encodes(nn.Module):
         return 2 * self.encode(x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", ["layers", "method", "model", "wrapper"])
 @distributed(2)
 def test_registered_methods_of_compiled_modules(compiled: str) -> None:

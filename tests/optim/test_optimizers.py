@@ -218,6 +218,7 @@ def test_mixed_groups_of_sharded_and_plain_parameters_step() -> None:
         assert_equal(twin.detach(), extra.detach())
 
 
+@pytest.mark.long
 @distributed(2)
 @pytest.mark.parametrize("is_foreach", [False, True])
 def test_compiled_step_equals_the_eager_one(is_foreach: bool) -> None:

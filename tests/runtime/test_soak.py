@@ -13,6 +13,8 @@ from benchmarks import soak
 from composable_shard import ShardingStrategy
 from tests.harness.helpers import distributed
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD])
 @distributed(2)

@@ -204,6 +204,7 @@ def test_step_costs_no_more_than_is_pinned(num_params: int) -> None:
         assert cost[key] == asdict(limit)[key]
 
 
+@pytest.mark.long
 @pytest.mark.counts
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_layer_costs_no_call_more() -> None:

@@ -43,6 +43,8 @@ from composable_shard import Block, MixedPrecisionPolicy, ShardingStrategy
 from tests.harness.helpers import assert_equal, distributed, run_ranks
 from tests.programs.models import Layer, Net, shard_blocks, shard_root
 
+pytestmark = pytest.mark.long
+
 _States = tuple[dict[str, Any], dict[str, Any]]  # of the model and the optimizer
 
 
