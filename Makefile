@@ -69,7 +69,7 @@ package: $(STAMP)
 house: $(STAMP)
 	@$(BIN)/python -m tests.house $(ARGS)
 
-# Is this tree more than 5 % dearer than the last tag?  make bench-guard ARGS="--base COMMIT"
+# Is this tree more than 5 % dearer than the last release?  make bench-guard ARGS="--base COMMIT"
 bench-guard: $(STAMP)
 	@$(BIN)/python -m benchmarks.guard $(ARGS)
 

@@ -9,7 +9,7 @@ in new ones. What is over the limit is measured again before it counts.
 Run it on a machine on which nothing else runs, before a change of the core is done. It takes five
 minutes on two cores, and some more where a figure is over the limit.
 
-    make bench-guard                            # beside the last tag
+    make bench-guard                            # beside the last release
     make bench-guard ARGS="--base main~20"
 
 *step*: wall time of forward, backward, fused AdamW. *host*: CPU time of forward and backward of 48
@@ -23,6 +23,7 @@ import argparse
 import gc
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -185,17 +186,28 @@ def _export(base: str, folder: Path) -> None:
     subprocess.run(["tar", "x", "-C", str(folder)], input=archive.stdout, check=True)
 
 
-def _last_tag() -> str:
-    found = subprocess.run(
-        ["git", "describe", "--tags", "--abbrev=0"],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+def last_release(root: Path) -> str:
+    """Return the last tag; without tags the commit that wrote the last release into the changelog.
+
+    Where there is neither, as in a clone of the last commits, HEAD~10, or the first commit.
+    """
+
+    def git(*args: str) -> str:
+        found = subprocess.run(
+            ["git", *args], cwd=root, capture_output=True, text=True, check=False
+        )
+        return found.stdout.strip()
+
+    if tag := git("describe", "--tags", "--abbrev=0"):
+        return tag
+    released = re.search(r"^## \[\d.*\]", (root / "CHANGELOG.md").read_text(), re.MULTILINE)
+    changed = (
+        git("log", "--format=%h", f"-S{released[0]}", "--", "CHANGELOG.md") if released else ""
     )
-    if found.returncode:
-        raise SystemExit("there is no tag to compare with: pass --base COMMIT")
-    return found.stdout.strip()
+    if changed:
+        return changed.splitlines()[-1]
+    ten_before = git("rev-parse", "--short", "--verify", "--quiet", "HEAD~10")
+    return ten_before or git("rev-list", "--max-parents=0", "--abbrev-commit", "HEAD")
 
 
 def _peak_of(package: Path) -> float:
@@ -245,7 +257,7 @@ def _ratios_of(
 def main() -> int:
     """Parse the options, measure, report; return 1 where something got dearer."""
     parser = report.make_parser(__doc__)
-    parser.add_argument("--base", help="the commit to compare with (default: the last tag)")
+    parser.add_argument("--base", help="the commit to compare with (default: the last release)")
     parser.add_argument(
         "--rounds", type=int, default=3, help="rounds in each of two pairs of processes"
     )
@@ -253,7 +265,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.serve is not None:
         serve(args.serve)
-    base = args.base or _last_tag()
+    base = args.base or last_release(_ROOT)
     ratios = compare(base, args.rounds)
     dearer = [name for name, each in ratios.items() if is_dearer(each)]
     rows = [[name, report.spread(each, 3), "*" * (name in dearer)] for name, each in ratios.items()]
