@@ -41,7 +41,6 @@ from composable_shard.comm.order import all_orders
 from composable_shard.options import Granularity
 from composable_shard.runtime import forward
 
-pytestmark = pytest.mark.long
 
 _PACKAGE = str(Path(composable_shard.__file__).parent)
 RANKS = (16, 16_384)

@@ -123,7 +123,9 @@ def renew_context(context: TreeContext) -> None:
 
 def join_owners(context: TreeContext, borrowed: Sequence[FlatParamHandle]) -> None:
     """Join the trees of parameters that a new unit borrows from units that are not inside it."""
-    others = [tree for tree in trees if tree.states]  # once: there may be one for each unit
+    if not borrowed:
+        return  # as for most units: there may be a tree for each
+    others = [tree for tree in trees if tree.states]
     for handle in borrowed:
         for other in others:
             if other is not context and handle in other.live_handles():
