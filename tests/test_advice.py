@@ -135,7 +135,7 @@ CALLS: dict[str, tuple[Callable[[], object], type[Exception], str, str]] = {
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @distributed(1, 2)
-def test_l_advice_fits_the_call() -> None:
+def test_advice_fits_the_call() -> None:
     """Advice: what to do, in an error that names the parameter, on all ranks alike."""
     texts = {}
     for call, (program, kind, remedy, name) in CALLS.items():
@@ -151,7 +151,7 @@ def test_l_advice_fits_the_call() -> None:
 
 
 @distributed(2)
-def test_l_advice_about_saving_raises_before_a_shard_is_written(tmp_path: Path) -> None:
+def test_advice_about_saving_raises_before_a_shard_is_written(tmp_path: Path) -> None:
     """The way in which scripts of FSDP2 gather passes shards on: they are no DTensors.
 
     Torch opens a file before it pickles, so that an older one of its name is lost.
@@ -188,7 +188,7 @@ EXPORTS: tuple[Callable[[nn.Module], object], ...] = (
 
 
 @distributed(2)
-def test_l_advice_about_weights_leaves_a_model_that_trains() -> None:
+def test_advice_about_weights_leaves_a_model_that_trains() -> None:
     """It names no function of optimizers; the step after each is a plain model's."""
     twins = Twins(Net, shard_blocks)
     optimizers = twins.optimizers()
@@ -204,7 +204,7 @@ def test_l_advice_about_weights_leaves_a_model_that_trains() -> None:
 
 
 @distributed(2)
-def test_l_advice_works_for_what_is_computed_outside_a_forward() -> None:
+def test_advice_works_for_what_is_computed_outside_a_forward() -> None:
     """`unshard` before, `reshard` after the backward: the gradients of a call."""
     torch.manual_seed(0)
     model, other = _encoder(), _encoder(sync_module_states=True)
@@ -234,7 +234,7 @@ LOSSES: dict[str, Callable[[_Encoder, Tensor], Tensor]] = {
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @pytest.mark.parametrize("granularity", ["element", "param"])
 @distributed(1, 2)
-def test_l_advice_where_a_gradient_would_be_of_one_rank(
+def test_advice_where_a_gradient_would_be_of_one_rank(
     granularity: str, strategy: ShardingStrategy
 ) -> None:
     """A loss at rest is refused on all ranks, by an error that leads to training."""
@@ -256,7 +256,7 @@ def test_l_advice_where_a_gradient_would_be_of_one_rank(
 
 
 @distributed(2)
-def test_l_advice_lets_whole_parameters_be_read_and_stepped() -> None:
+def test_advice_lets_whole_parameters_be_read_and_stepped() -> None:
     """Under NO_SHARD LBFGS and numpy work; what `get_model_state_dict` returns can be saved."""
     model = _encoder(strategy=ShardingStrategy.NO_SHARD)
     assert model.head.weight.detach().numpy().shape == (4, 8)
@@ -277,7 +277,7 @@ def test_l_advice_lets_whole_parameters_be_read_and_stepped() -> None:
 
 
 @pytest.mark.parametrize("value", [torch_fsdp.CPUOffloadPolicy(), torch.device("cpu"), True])
-def test_l_advice_about_classes_of_torch(value: object) -> None:
+def test_advice_about_classes_of_torch(value: object) -> None:
     """Where it is from, and the page that says what to write."""
     options: Any = {"offload_policy": value}
     kind = type(value)
@@ -287,7 +287,7 @@ def test_l_advice_about_classes_of_torch(value: object) -> None:
 
 
 @distributed(2)
-def test_l_advice_about_a_group_in_the_place_of_a_mesh() -> None:
+def test_advice_about_a_group_in_the_place_of_a_mesh() -> None:
     """How to make a mesh of it; which then works."""
     group: Any = dist.group.WORLD
     with pytest.raises(
@@ -298,7 +298,7 @@ def test_l_advice_about_a_group_in_the_place_of_a_mesh() -> None:
 
 
 @distributed(2)
-def test_l_advice_about_arguments_in_the_other_order(tmp_path: Path) -> None:
+def test_advice_about_arguments_in_the_other_order(tmp_path: Path) -> None:
     """The right call, before anything is sent or written."""
     model: Any = _encoder()
     folder: Any = tmp_path / "made"
@@ -316,7 +316,7 @@ def test_l_advice_about_arguments_in_the_other_order(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_l_advice_about_an_argument_of_fsdp2() -> None:
+def test_advice_about_an_argument_of_fsdp2() -> None:
     """The options that there are, and the page that says what each argument is here."""
     options: Any = {"shard_placement_fn": lambda param: None}
     text = r"fully_shard has no option 'shard_placement_fn'\. It has mesh, .*troubleshooting\.md"
@@ -325,7 +325,7 @@ def test_l_advice_about_an_argument_of_fsdp2() -> None:
 
 
 @distributed(2)
-def test_l_advice_about_one_graph_of_a_whole_model() -> None:
+def test_advice_about_one_graph_of_a_whole_model() -> None:
     """In the compiler's error; layers as one graph each are in test_composition."""
     torch.compiler.reset()
     model = _Encoder()
@@ -335,7 +335,7 @@ def test_l_advice_about_one_graph_of_a_whole_model() -> None:
         compiled(X)
 
 
-def test_l_advice_about_methods_of_fsdp() -> None:
+def test_advice_about_methods_of_fsdp() -> None:
     """A module has none; the functions that the page names are here."""
     (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith("| FSDP's methods"))
     names = re.findall(r"`(\w+)\(model", row)

@@ -41,7 +41,6 @@ from composable_shard.comm.order import all_orders
 from composable_shard.options import Granularity
 from composable_shard.runtime import forward
 
-
 _PACKAGE = str(Path(composable_shard.__file__).parent)
 RANKS = (16, 16_384)
 _SLACK = 3  # what is found by bisection takes a line more here and there

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.fast
 ROOT = Path(composable_shard.__file__).parent
 PACKAGES = [path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()]
 MAX_NUM_LINES = 820
+TESTS = Path(__file__).parent
 
 
 @functools.cache
@@ -147,3 +148,12 @@ def test_a_note_that_is_cited_is_there() -> None:
     defined = set(re.findall(r'(?m)^\s*(?:""")?\[Note: ([^\]]+)\]$', text))
     assert cited - defined == set()
     assert len(defined) > 10
+
+
+def test_each_numbered_claim_stands_for_a_test() -> None:
+    """Numbers in docstrings and names of tests are those of the list, and none is without one."""
+    listed = re.findall(r"^\| (S\d\.\d+) \|", (TESTS / "CLAIMS.md").read_text(), re.MULTILINE)
+    text = "\n".join(path.read_text() for path in TESTS.rglob("*.py"))
+    named = {f"S{first}.{second}" for first, second in re.findall(r"test_s(\d)_(\d+)", text)}
+    assert {*re.findall(r"\bS\d\.\d+\b", text)} | named == set(listed)
+    assert len(listed) == len(set(listed))

@@ -574,7 +574,7 @@ def _train_alone() -> tuple[int, bool, list[str]]:
         return dist.get_world_size(), are_equal, lines
 
 
-def test_l_notebook_without_a_process_group_trains_on_one_rank() -> None:
+def test_notebook_without_a_process_group_trains_on_one_rank() -> None:
     """Neither torchrun nor `init_process_group`: one log line, and the values of a plain model."""
     [(world_size, are_equal, lines)] = run_processes([{}], _train_alone)
     assert world_size == 1

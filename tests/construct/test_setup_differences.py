@@ -132,7 +132,7 @@ def _shard(net: Net, **options: Any) -> None:
 
 @pytest.mark.parametrize("case", [*BEFORE, *OPTIONS, *AFTER])
 @distributed(2)
-def test_l_setup_difference_is_named(case: str) -> None:
+def test_setup_difference_is_named(case: str) -> None:
     """Before anything is sent that differs."""
     net = Net()
     is_odd = dist.get_rank() == 0
@@ -149,7 +149,7 @@ def test_l_setup_difference_is_named(case: str) -> None:
 
 
 @distributed(2)
-def test_l_setup_sync_of_other_shapes_is_named() -> None:
+def test_setup_sync_of_other_shapes_is_named() -> None:
     """The broadcast would be refused by gloo, which ends the process."""
     net = Net()
     if dist.get_rank() == 0:

@@ -971,7 +971,7 @@ def _called_outside(model: nn.Module, x: Tensor) -> dict[str, str]:
 
 
 @distributed(2)
-def test_l_whole_layer_outside_its_unit_says_what_to_do() -> None:
+def test_whole_layer_outside_its_unit_says_what_to_do() -> None:
     """Lockstep: with a flat parameter as with originals. Norms ran without their weights."""
     model = nn.Sequential(_OwnWays(), _OwnWays())
     plain = [repr(layer) for layer in model[0].children()]

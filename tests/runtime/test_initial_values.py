@@ -41,7 +41,7 @@ def _run_once(net: nn.Module) -> None:
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @distributed(2)
-def test_l_values_different_initial_weights_are_named(
+def test_values_different_initial_weights_are_named(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     """The first parameter, on both ranks; under NO_SHARD the first rank's are taken."""
@@ -79,7 +79,7 @@ def _to_empty(net: nn.Module) -> None:
 
 @pytest.mark.parametrize("write", [_load, _load_from_first, _fill, _to_empty])
 @distributed(2)
-def test_l_values_written_before_the_first_forward_are_not_compared(
+def test_values_written_before_the_first_forward_are_not_compared(
     write: Callable[[nn.Module], None],
 ) -> None:
     """Only the values with which training starts count."""
@@ -91,7 +91,7 @@ def test_l_values_written_before_the_first_forward_are_not_compared(
 
 @pytest.mark.parametrize("option", ["sync_module_states", "check_initial_values"])
 @distributed(2)
-def test_l_values_are_not_compared_on_request(option: str) -> None:
+def test_values_are_not_compared_on_request(option: str) -> None:
     """Nor where the first rank's were sent to all."""
     net = _different()
     shard_blocks(net, **{option: option == "sync_module_states"})
@@ -99,7 +99,7 @@ def test_l_values_are_not_compared_on_request(option: str) -> None:
 
 
 @distributed(2)
-def test_l_values_are_compared_by_a_scope() -> None:
+def test_values_are_compared_by_a_scope() -> None:
     """Also by one that is there to initialise them: `check_initial_values` is for it."""
     net = _different()
     shard_blocks(net)
@@ -114,7 +114,7 @@ def test_l_values_are_compared_by_a_scope() -> None:
 
 
 @distributed(2)
-def test_l_values_ride_on_the_comparison_of_the_ranks() -> None:
+def test_values_ride_on_the_comparison_of_the_ranks() -> None:
     """One all-gather of 32 bytes in all, as without them; none later."""
     for check in (True, False):
         net = Net()

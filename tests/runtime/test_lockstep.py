@@ -38,7 +38,7 @@ from tests.harness.helpers import distributed
         ("save_checkpoint", "FULL_SHARD", ["save_checkpoint()"]),
     ],
 )
-def test_l_order_names_both_sides(
+def test_order_names_both_sides(
     monkeypatch: pytest.MonkeyPatch, name: str, strategy: str, sides: list[str]
 ) -> None:
     """Order, Alone, Setters: before the group's timeout, where both wait for each other."""
@@ -53,7 +53,7 @@ def test_l_order_names_both_sides(
 @pytest.mark.parametrize("differs", ["forward", "backward", "first_call"])
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @distributed(2)
-def test_l_order_of_two_models_of_one_class(strategy: ShardingStrategy, differs: str) -> None:
+def test_order_of_two_models_of_one_class(strategy: ShardingStrategy, differs: str) -> None:
     """Order: their units have the same names and sizes, so one's gradients met the other's.
 
     Models are told apart by the numbers of their units, copies by their first calls.
@@ -90,7 +90,7 @@ def test_l_order_of_two_models_of_one_class(strategy: ShardingStrategy, differs:
         ("end_early", "rank 1 is elsewhere: at "),
     ],
 )
-def test_l_alone_says_where_the_other_rank_is(
+def test_alone_says_where_the_other_rank_is(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str
 ) -> None:
     """Alone and A rank dies: within the timeout and 10 s."""
@@ -110,7 +110,7 @@ def test_l_alone_says_where_the_other_rank_is(
         ("clip_with_another_norm", "NO_SHARD", ["norm_type=1.0) of 5", "norm_type=2.0) of 5"]),
     ],
 )
-def test_l_order_publishes_no_gradient_of_ranks_out_of_step(
+def test_order_publishes_no_gradient_of_ranks_out_of_step(
     name: str, strategy: str, sides: list[str]
 ) -> None:
     """Order: where all collectives match, the digest of the step is what tells."""
@@ -133,7 +133,7 @@ class _SilentStore:
 
 @pytest.mark.fast
 @pytest.mark.usefixtures("four_ranks")
-def test_l_dies_a_store_that_does_not_answer_holds_nobody_up(
+def test_dies_a_store_that_does_not_answer_holds_nobody_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Dies: two hosts whose link is cut, on the side without the store."""
@@ -152,7 +152,7 @@ def test_l_dies_a_store_that_does_not_answer_holds_nobody_up(
 
 @pytest.mark.fast
 @pytest.mark.usefixtures("four_ranks")
-def test_l_order_a_group_that_is_not_in_use_is_left_alone(
+def test_order_a_group_that_is_not_in_use_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Order: an error that was caught may have left the ranks at other places there."""
@@ -174,7 +174,7 @@ def test_l_order_a_group_that_is_not_in_use_is_left_alone(
     assert ["rank 0 is in a" in text for text in found] == [True]
 
 
-def test_l_a_rank_that_deviates_at_random_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_deviates_at_random_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thin slice of `python -m tests.fuzz_lockstep`."""
     monkeypatch.setattr(helpers, "GRACE_S", 20)
     assert not fuzz_lockstep.failing_cases(range(1))
@@ -210,7 +210,7 @@ def test_ranks_agree_on_tags_only_in_step() -> None:
         ("swap_equal_units", "NO_SHARD/comm_hook/collective", ["'blocks.0'", "unit 'blocks.1'"]),
     ],
 )
-def test_l_order_of_a_backends_collectives(name: str, strategy: str, sides: list[str]) -> None:
+def test_order_of_a_backends_collectives(name: str, strategy: str, sides: list[str]) -> None:
     """Order: they carry no identity, and gloo aborts the process where their sizes differ."""
     cell = differences.measure(name, strategy, timeout_s=20)
     assert cell.kind == "error", cell
@@ -221,7 +221,7 @@ def test_l_order_of_a_backends_collectives(name: str, strategy: str, sides: list
 
 @pytest.mark.parametrize("check_order", ["first", "always"])
 @distributed(2)
-def test_l_order_is_exchanged_until_steps_repeat(
+def test_order_is_exchanged_until_steps_repeat(
     monkeypatch: pytest.MonkeyPatch, check_order: str
 ) -> None:
     """Order: in the first steps, and after a step with a unit that has not run before."""
@@ -255,7 +255,7 @@ def test_the_store_has_a_connection_for_statements() -> None:
 
 
 @distributed(4)
-def test_l_alone_groups_of_a_mesh_have_the_timeout_of_the_job() -> None:
+def test_alone_groups_of_a_mesh_have_the_timeout_of_the_job() -> None:
     """Alone: torch's own would let a rank wait for half an hour for one that has left."""
     mesh = init_device_mesh("cpu", (2, 2))
     group, own = mesh.get_group(0), mesh.get_group(1)
@@ -267,7 +267,7 @@ def test_l_alone_groups_of_a_mesh_have_the_timeout_of_the_job() -> None:
 
 
 @distributed(2)
-def test_l_alone_groups_made_inside_have_the_timeout_of_the_job() -> None:
+def test_alone_groups_made_inside_have_the_timeout_of_the_job() -> None:
     """Alone and A rank dies: torch's own would let a checkpoint wait for half an hour."""
     world = dist.group.WORLD
     group = get_host_group()._group

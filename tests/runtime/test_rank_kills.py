@@ -12,7 +12,7 @@ from tests.harness.helpers import run_benchmark
 
 
 @pytest.mark.long
-def test_l_dies_the_others_say_who_is_gone_and_torchrun_resumes() -> None:
+def test_dies_the_others_say_who_is_gone_and_torchrun_resumes() -> None:
     """Dies: in a reduction, of three ranks; then torchrun's agent restarts two after a kill."""
     options = ["--place", "reduce", "--strategy", "FULL_SHARD"]
     options += ["--random", "1", "--steps", "8", "--in-process"]

@@ -39,14 +39,14 @@ ORDERS = [
 
 @pytest.mark.parametrize("strategy", ["SHARD_OPTIM", "NO_SHARD", "SHARD_OPTIM/buckets"])
 @distributed(2)
-def test_l_order_of_kept_gradients_is_not_the_forwards(strategy: str) -> None:
+def test_order_of_kept_gradients_is_not_the_forwards(strategy: str) -> None:
     """Order: the values of DistributedDataParallel, whatever one rank runs, and how often."""
     wrong = [name for name in ORDERS if not differences.train(name, strategy)]
     assert not wrong
 
 
 @distributed(2)
-def test_l_order_in_which_buckets_of_one_unit_fill_is_not_the_ranks(
+def test_order_in_which_buckets_of_one_unit_fill_is_not_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Order: a model in one call, as under DistributedDataParallel."""

@@ -27,7 +27,7 @@ from tests.programs.models import rank_input
     ],
 )
 @distributed(2)
-def test_l_alone_writes_of_one_rank_are_named(name: str, strategy: str, text: str) -> None:
+def test_alone_writes_of_one_rank_are_named(name: str, strategy: str, text: str) -> None:
     """Alone: a step or an edit on one rank, or gradients that one has left."""
     with pytest.raises(RuntimeError, match=text) as caught:
         differences.train(name, strategy)

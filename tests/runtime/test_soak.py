@@ -18,7 +18,7 @@ pytestmark = pytest.mark.long
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD])
 @distributed(2)
-def test_l_grows_nothing_over_steps_errors_and_checkpoints(
+def test_grows_nothing_over_steps_errors_and_checkpoints(
     strategy: ShardingStrategy, tmp_path: Path
 ) -> None:
     """Grows: tensors, descriptors and threads, exactly; two rounds of the soak's program."""

@@ -65,7 +65,7 @@ WHOLE: dict[str, Callable[[nn.Module, Path], object]] = {
 
 @pytest.mark.parametrize("name", list(WHOLE))
 @distributed(2)
-def test_l_whole_forgotten_root_is_named(name: str, tmp_path: Path) -> None:
+def test_whole_forgotten_root_is_named(name: str, tmp_path: Path) -> None:
     """The layers are sharded, the model is not: all that see the model say what is missing."""
     net = _without_root()
     with pytest.raises(RuntimeError, match=f"no unit manages the trainable parameters {OUTSIDE}"):
@@ -76,7 +76,7 @@ def test_l_whole_forgotten_root_is_named(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", list(WHOLE))
 @distributed(2)
-def test_l_whole_ignored_and_frozen_parameters_need_no_unit(name: str, tmp_path: Path) -> None:
+def test_whole_ignored_and_frozen_parameters_need_no_unit(name: str, tmp_path: Path) -> None:
     """By any unit's `ignored_params`, and in a copy of a model that has a root."""
     net = Net()
     fully_shard(net.blocks[0], ignored_params={*net.inp.parameters(), net.out.weight})
@@ -90,7 +90,7 @@ def test_l_whole_ignored_and_frozen_parameters_need_no_unit(name: str, tmp_path:
 
 
 @distributed(2)
-def test_l_whole_scope_opens_what_is_sharded() -> None:
+def test_whole_scope_opens_what_is_sharded() -> None:
     """And a forward after it says what is missing."""
     net, plain = _without_root(), Net()
     with unshard_params(net):
@@ -106,7 +106,7 @@ def test_l_whole_scope_opens_what_is_sharded() -> None:
 
 
 @distributed(2)
-def test_l_whole_layers_alone_are_a_model_where_they_hold_everything() -> None:
+def test_whole_layers_alone_are_a_model_where_they_hold_everything() -> None:
     """No root is needed where units manage all parameters."""
     net = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5))
     fully_shard(net[0])
@@ -116,7 +116,7 @@ def test_l_whole_layers_alone_are_a_model_where_they_hold_everything() -> None:
 
 
 @distributed(2)
-def test_l_whole_unit_called_by_itself_sees_no_model() -> None:
+def test_whole_unit_called_by_itself_sees_no_model() -> None:
     """Nobody calls the model: clipping is the first to see it."""
     net = _without_root()
     net.blocks[0](torch.ones(2, 15)).sum().backward()
@@ -166,7 +166,7 @@ SURGERY: dict[str, tuple[Callable[[_AroundLayers], object], str]] = {
 @pytest.mark.parametrize("layers_alone", [False, True])
 @pytest.mark.parametrize("kind", SURGERY)
 @distributed(1, 2)
-def test_l_whole_surgery_is_named_in_the_next_forward(
+def test_whole_surgery_is_named_in_the_next_forward(
     kind: str, layers_alone: bool, when: str
 ) -> None:
     """Whatever is new or unfrozen below the module that is called; without it training goes on."""
@@ -192,7 +192,7 @@ def test_l_whole_surgery_is_named_in_the_next_forward(
 
 
 @distributed(2)
-def test_l_whole_new_layers_are_sharded_by_a_call_of_their_own() -> None:
+def test_whole_new_layers_are_sharded_by_a_call_of_their_own() -> None:
     """LoRA beside a sharded weight: the error's remedy, by value."""
     torch.manual_seed(0)
     plain = Net()
@@ -216,7 +216,7 @@ def test_l_whole_new_layers_are_sharded_by_a_call_of_their_own() -> None:
 
 
 @distributed(2)
-def test_l_whole_parts_of_other_libraries_need_no_unit() -> None:
+def test_whole_parts_of_other_libraries_need_no_unit() -> None:
     """Neither what DistributedDataParallel manages, nor DTensors over all ranks."""
     net = Net()
     shard_blocks(net, ignored_params={*net.inp.parameters(), *net.out.parameters()})
@@ -234,7 +234,7 @@ def test_l_whole_parts_of_other_libraries_need_no_unit() -> None:
 
 
 @distributed(2)
-def test_l_whole_only_one_rank_has_an_unmanaged_parameter() -> None:
+def test_whole_only_one_rank_has_an_unmanaged_parameter() -> None:
     """The comparison of the first forward tells both ranks."""
     net = Net()
     shard_blocks(net)
@@ -245,7 +245,7 @@ def test_l_whole_only_one_rank_has_an_unmanaged_parameter() -> None:
 
 
 @distributed(2)
-def test_l_whole_plain_gradients_that_differ_are_not_clipped() -> None:
+def test_whole_plain_gradients_that_differ_are_not_clipped() -> None:
     """A list of parameters has no names, but each rank would scale its shards differently."""
     net = _without_root()
     for block in net.blocks:

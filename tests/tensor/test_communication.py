@@ -35,7 +35,7 @@ _RAISING = {
 
 @pytest.mark.parametrize("granularity", ["element", "row", Block(8), "param"])
 @distributed(2)
-def test_l_scope_the_table_says_which_ops_communicate(granularity: Granularity) -> None:
+def test_scope_the_table_says_which_ops_communicate(granularity: Granularity) -> None:
     """Scope: the number of collectives, and the value of a plain tensor, for every granularity."""
     torch.manual_seed(0)
     plain = nn.Linear(5, 7, bias=False)

@@ -143,7 +143,7 @@ SCALARS = ["norm", "matrix_norm", "inf_norm", "sum", "max", "var", "equal", "all
 
 @pytest.mark.parametrize("granularity", ["element", "row", "param"])
 @distributed(2)
-def test_l_scope_of_a_reduction_is_all_ranks_or_it_raises(granularity: Granularity) -> None:
+def test_scope_of_a_reduction_is_all_ranks_or_it_raises(granularity: Granularity) -> None:
     """Scope: of parameters the same on all ranks, and of gradients that all ranks have."""
     model = nn.Linear(4, 6, bias=False)
     with torch.no_grad():
