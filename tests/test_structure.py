@@ -157,3 +157,13 @@ def test_each_numbered_claim_stands_for_a_test() -> None:
     named = {f"S{first}.{second}" for first, second in re.findall(r"test_s(\d)_(\d+)", text)}
     assert {*re.findall(r"\bS\d\.\d+\b", text)} | named == set(listed)
     assert len(listed) == len(set(listed))
+
+
+def test_index_of_benchmarks_names_each() -> None:
+    """And nothing else."""
+    folder = TESTS.parent / "benchmarks"
+    text = (folder / "README.md").read_text()
+    found = {path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py")}
+    names = {".".join(path.parts) for path in found if path.name != "__init__"}
+    words = {word for word in re.findall(r"`([a-z_.]+)`", text) if not word.endswith(".py")}
+    assert names == words - {"results"}

@@ -38,11 +38,11 @@ def exchange_identity(
     that the exchange itself can't fail because sizes differ. If the identities differ, all ranks
     raise before anything is written. The host waits for each exchange, so exchanges end at some
     point, the same on all ranks: when more than 2 n collectives have come since the last identity
-    that was new, of n different ones (`GroupOrder.note_agreed`). Exchanges begin again after a step in which any
-    rank had a new identity, for example after a change of structure; the flags of the backward
-    announce it. `check_order="always"` keeps them on. Two kinds of collectives always have an
-    exchange: collectives of functions that the program calls, and collectives of gloo, which aborts
-    the process if sizes differ.
+    that was new, of n different ones (`GroupOrder.note_agreed`). Exchanges begin again after a
+    step in which any rank had a new identity, for example after a change of structure; the flags of
+    the backward announce it. `check_order="always"` keeps them on. Two kinds of collectives always
+    have an exchange: collectives of functions that the program calls, and collectives of gloo,
+    which aborts the process if sizes differ.
     """
     if not (is_rare or order.is_checked) or group.size() == 1 or is_capturing(device):
         return

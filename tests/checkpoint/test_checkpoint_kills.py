@@ -11,7 +11,7 @@ from tests.harness.helpers import run_benchmark
 def test_kills_between_file_operations_and_at_random_moments() -> None:
     """A part of what the benchmark does, whose own checks say what went wrong."""
     options = ["--every", "14", "--random", "2", "--steps", "12", "--resume-every", "3"]
-    result = run_benchmark("checkpoint_kills", options)
+    result = run_benchmark("drills.checkpoint_kills", options)
     counts = result["num_kills"]
     assert counts["one rank, between operations"] >= 3
     assert counts["all ranks, between operations"] >= 3

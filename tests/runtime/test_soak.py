@@ -1,6 +1,7 @@
 """Nothing grows: what a process holds after 16 steps of all kinds is what it held before.
 
-`python -m benchmarks.soak` does 2,500 steps with every strategy, and counts resident memory too.
+`python -m benchmarks.drills.soak` does 2,500 steps with every strategy, and counts resident memory
+too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import soak
+from benchmarks.drills import soak
 from composable_shard import ShardingStrategy
 from tests.harness.helpers import distributed
 

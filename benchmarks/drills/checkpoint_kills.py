@@ -1,6 +1,6 @@
 """Kill ranks while they save: the last complete checkpoint is never lost, and the run goes on.
 
-    python -m benchmarks.checkpoint_kills
+    python -m benchmarks.drills.checkpoint_kills
 
 Two ranks train a small model and save after each step. First, one rank, or both, get SIGKILL before
 each of the file operations of a save. Then a run is killed at random moments, and goes on from what

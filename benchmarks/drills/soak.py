@@ -1,6 +1,6 @@
 """Does anything grow? Resident memory, tensors, objects, descriptors and threads over 2,000 steps.
 
-    python -m benchmarks.soak
+    python -m benchmarks.drills.soak
 
 Two ranks train a small model under each strategy, and do now and then all that a long run does:
 microbatches without reductions, evaluations, checkpoints (in the background too), full parameters

@@ -1,7 +1,7 @@
 """Kill ranks in the middle of a step: the others say which one is gone, and the run goes on.
 
-    python -m benchmarks.rank_kills                    # each place of a step, each strategy
-    python -m benchmarks.rank_kills --random 30        # torchrun --max-restarts, killed at random
+    python -m benchmarks.drills.rank_kills              # each place of a step, each strategy
+    python -m benchmarks.drills.rank_kills --random 30  # torchrun --max-restarts, killed at random
 
 Three ranks train a small model, and rank 1 gets SIGKILL in a forward, a backward, a gather, a
 reduction, an optimizer step or a save. The two others must raise the same error, which says that
@@ -354,7 +354,7 @@ def launch(folder: Path, num_steps: int, num_restarts: int, *, in_process: bool)
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "--max-restarts", str(num_restarts)]
-    command += ["--monitor-interval", "0.1", "-m", "benchmarks.rank_kills"]
+    command += ["--monitor-interval", "0.1", "-m", "benchmarks.drills.rank_kills"]
     subprocess.run([*command, "--worker", str(folder), str(num_steps)], check=True, timeout=3600)
 
 

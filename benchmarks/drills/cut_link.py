@@ -1,6 +1,6 @@
 """Cut the link between two hosts: both raise an error that says so, within the timeout and 10 s.
 
-    python -m benchmarks.cut_link
+    python -m benchmarks.drills.cut_link
 
 Two network namespaces stand for the hosts, a pair of virtual interfaces for the link. Each has one
 rank; rank 0 hosts the store. In the middle of the training the link goes down: no connection is
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.rank_kills import SPARE_S, TIMEOUT_S, loss_of, make_model
+from benchmarks.drills.rank_kills import SPARE_S, TIMEOUT_S, loss_of, make_model
 from benchmarks.report import emit, header, make_parser, table
 from composable_shard import ShardingStrategy
 
