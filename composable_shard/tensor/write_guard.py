@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from composable_shard.torch_private import current_backward_id
@@ -23,10 +24,14 @@ class _Running(threading.local):
     Attributes:
         steps: Another tuple for each.
         gathered_nbytes: What the running step has gathered at rest.
+        numbers: Those that the running step has computed, [Note: Numbers of owners].
     """
 
     steps: tuple[Step, ...] = ()
     gathered_nbytes = 0
+
+    def __init__(self) -> None:
+        self.numbers: list[weakref.ref[Tensor]] = []
 
     def note_gathered(self, nbytes: int) -> None:
         """Add to what the running step has gathered."""
