@@ -136,7 +136,7 @@ def _train(case: Case, mode: str) -> tuple[dict[str, Tensor], int]:
     if callable(getattr(optimizer, "eval", None)):
         optimizer.eval()
     inner = [optimizer, getattr(optimizer, "optimizer", None)]
-    nbytes = sum(gathered_in_step(each) for each in inner if isinstance(each, Optimizer))
+    nbytes = sum(gathered_in_step(each)[0] for each in inner if isinstance(each, Optimizer))
     return _values(model, mode), nbytes
 
 

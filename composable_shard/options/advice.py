@@ -17,11 +17,18 @@ _IN_TRAINING = (
     "To train through it call unshard(model, recurse=True) before it, and "
     "reshard(model, recurse=True) after the backward."
 )
-IN_GRAPH = (
+_RECORDED = (
     "Autograd records it, and only the forward of its unit gives a parameter a gradient. Call the "
     "layer in that forward (other methods after register_forward_method(module, name)), or call "
     "unshard(model, recurse=True) before it and reshard(model, recurse=True) after the backward. "
-    "Under torch.no_grad() it runs on gathered values. See docs/shard_operations.md."
+    "Under torch.no_grad()"
+)
+IN_GRAPH = f"{_RECORDED} it runs on gathered values. See docs/shard_operations.md."
+OWNED = "Run it on that rank alone, on p.to_local(), or on all ranks on p.full_tensor()."
+OWNED_IN_GRAPH = f"{_RECORDED} it runs on that rank's p.to_local(), or on p.full_tensor()."
+OWNED_IN_STEP = (
+    "This step runs it on parameters of other ranks too, or lets autograd record it. Shard the "
+    "model in the default granularity for this optimizer."
 )
 WHOLE_NEEDED = (
     "Run it on p.full_tensor(), which all ranks must call, or inside unshard_params(module). See "

@@ -20,7 +20,7 @@ from composable_shard.runtime import (
     read_state,
 )
 from composable_shard.state_dict import why_unsaved
-from composable_shard.tensor import FlatShard
+from composable_shard.tensor import FlatShard, gathered_in_step
 
 _GIANT_SHARE, _GIANT_NBYTES = 0.5, 32 << 20
 _TINY_NBYTES = 64 << 10
@@ -93,12 +93,16 @@ class Description:
         units: The units, outermost first.
         warnings: What looks wrong, one sentence each.
         has_optimizer: Whether the optimizer's bytes are the state that it holds now.
+        step_gathered_nbytes: What the optimizer's last step has gathered at rest, on each rank.
+        step_num_gathers: For how many operations.
     """
 
     model_name: str
     units: tuple[DescribedUnit, ...]
     warnings: tuple[str, ...]
     has_optimizer: bool = False
+    step_gathered_nbytes: int = 0
+    step_num_gathers: int = 0
 
     @property
     def param_nbytes(self) -> int:
@@ -121,11 +125,15 @@ class Description:
 
     def _title(self) -> str:
         state = "the state that it holds" if self.has_optimizer else "AdamW's two moments"
-        return (
+        text = (
             f"{self.model_name}: {len(self.units)} units; on this rank, padding included: "
             "parameters at rest, full ones beyond these while gathered, gradients after a "
             f"backward, of the optimizer {state}; in all: the ranks that share a unit together"
         )
+        if self.step_num_gathers:
+            nbytes = format_nbytes(self.step_gathered_nbytes)
+            text += f"; a step gathers {nbytes} at rest, for {self.step_num_gathers} operations"
+        return text
 
     def _rows(self) -> list[tuple[str, ...]]:
         total = [sum(getattr(unit, name) for unit in self.units) for name in _BYTES]
@@ -155,7 +163,7 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 
     It warns of a unit that holds most of the model, of units so small that a gather costs more
     than it frees, of trainable parameters that the optimizer does not step, and of state that the
-    optimizer has and no save can hold: take one step before.
+    optimizer has and no save can hold: take one step before. Then it also says what a step gathers.
 
     Args:
         module: The model, or a part of it with units inside.
@@ -190,7 +198,9 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     if optimizer is not None:
         warnings += _warn_of_optimizer(states, optimizer)
         warnings += filter(None, [why_unsaved(optimizer)])
-    return Description(type(module).__name__, units, tuple(warnings), optimizer is not None)
+    nbytes, num_gathers = (0, 0) if optimizer is None else gathered_in_step(optimizer)
+    name, has_optimizer = type(module).__name__, optimizer is not None
+    return Description(name, units, tuple(warnings), has_optimizer, nbytes, num_gathers)
 
 
 def _describe_unit(

@@ -18,6 +18,7 @@ from composable_shard.tensor.flat_shard import (
     set_gradient,
     wrap,
 )
+from composable_shard.tensor.gathering import gathered_in_step
 from composable_shard.tensor.gradient_rules import (
     NeverStepped,
     Slices,

@@ -22,6 +22,7 @@ from torch.overrides import enable_reentrant_dispatch
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
 from composable_shard.options import AT_REST, SAVE
+from composable_shard.tensor.owned_numbers import OwnedNumber
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole
 from composable_shard.tensor.safetensors_rows import RowCheckpointable
 from composable_shard.tensor.shard_spec import ShardSpec, cloned, user_attributes
@@ -424,6 +425,8 @@ class LeadingShard(FlatShard):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run a function of lists by its rule, any other function as usual."""
+        if OwnedNumber in types:
+            return NotImplemented  # it runs the function, and asks whose number it is
         result = OP_RULES.on_lists(function, args, kwargs or {})
         if result is not NotImplemented:
             return result

@@ -231,14 +231,13 @@ def _announce(func: OpOverload, shards: Sequence[FlatShard]) -> None:
         _warned_lines.add(line)
 
 
-_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_steps: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
 def announce_step(optimizer: Optimizer) -> None:
     """Warn of what a step has gathered, once for each optimizer, and note it."""
-    nbytes = running.take_gathered()
     is_new = optimizer not in _steps
-    _steps[optimizer] = nbytes
+    _steps[optimizer] = nbytes, _ = running.take_gathered()
     if is_new:
         warnings.warn(
             f"{type(optimizer).__name__}.step() runs operations that need whole tensors: each step "
@@ -249,9 +248,9 @@ def announce_step(optimizer: Optimizer) -> None:
         )
 
 
-def gathered_in_step(optimizer: Optimizer) -> int:
-    """Return how many bytes the optimizer's last step that gathered has gathered on each rank."""
-    return _steps.get(optimizer, 0)
+def gathered_in_step(optimizer: Optimizer) -> tuple[int, int]:
+    """Return how many bytes the last step that gathered has gathered, for how many operations."""
+    return _steps.get(optimizer, (0, 0))
 
 
 def _calling_line() -> tuple[str, int]:

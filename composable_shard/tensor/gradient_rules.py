@@ -35,6 +35,7 @@ from composable_shard.tensor import dim_reductions
 from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.gathering import announce_step
 from composable_shard.tensor.operands import describe_operands, note_write, unsupported
+from composable_shard.tensor.owned_numbers import end_numbers
 from composable_shard.tensor.reduction_rules import (
     HALF,
     combine,
@@ -107,6 +108,8 @@ def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         outer = outer[:-1]
     if not outer and running.gathered_nbytes:
         running.take_gathered()  # a step that failed may have left some
+    if running.numbers and not outer:  # of a step that failed
+        end_numbers()
     running.steps = (*outer, (reference, compared.number))
     _note_owned_writes(optimizer)
 
@@ -116,6 +119,8 @@ def _end_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any
         _note_owned_writes(optimizer)
     if running.gathered_nbytes:
         announce_step(optimizer)
+    if running.numbers:
+        end_numbers()
     running.steps = running.steps[:-1]
     if (len(args) > 1 or kwargs) and any(map(step_hooks.waits, step_hooks.trees)):
         step_hooks.check(optimizer)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.layout import Region, whole
+from composable_shard.options import OWNED, OWNED_IN_GRAPH, OWNED_IN_STEP
 from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.rule_table import NeedsWhole
 from composable_shard.tensor.shard_spec import ShardSpec, local_box
@@ -21,6 +22,7 @@ from composable_shard.torch_private import (
     OpOverload,
     TensorBase,
     VariableFunctions,
+    is_in_step,
     is_traceable_wrapper_subclass,
     schema_of,
 )
@@ -99,11 +101,14 @@ def owner_error(func: OpOverload, specs: Iterable[ShardSpec]) -> NeedsWhole | No
     """Return the error for an op that needs values that one rank owns; None for other ops."""
     for spec in specs:
         if spec.owner is not None and spec.world_size > 1:
+            remedies = OWNED, OWNED_IN_GRAPH
+            if is_in_step():
+                remedies = OWNED_IN_STEP, OWNED_IN_STEP
             return NeedsWhole(
                 f"{func.overloadpacket} needs the values of parameter '{spec.label.fqn}' "
                 f'{tuple(spec.shape)} (granularity="param"), which rank {spec.owner} of its shard '
                 "group holds whole, and the others not at all.",
-                "Run it on that rank alone, or call p.full_tensor() on all ranks.",
+                *remedies,
             )
     return None
 

@@ -10,7 +10,7 @@ that reads or writes values raises an error with the parameter's name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from composable_shard.tensor.flat_shard import FlatShard, Unreachable, set_gradient, wrap
-from composable_shard.torch_private import OpOverload, make_wrapper
+from composable_shard.torch_private import DisableTorchFunctionSubclass, OpOverload, make_wrapper
 
 aten = torch.ops.aten
 
@@ -116,6 +116,26 @@ def hide_pending(param: FlatShard) -> bool:
     return True
 
 
+class _WithoutGraph(FlatShard):
+    """A gradient of `backward(create_graph=True)`, which has no graph."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Raise in `torch.autograd.grad`, which would say that no parameter was used."""
+        if function is torch.autograd.grad:
+            for output in args[0]:
+                if (error := getattr(output.grad_fn, "error", None)) is not None:
+                    raise RuntimeError(error)
+        with DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
 def refuse_graphs(params: Sequence[FlatShard], used: Sequence[bool]) -> None:
     """Make a backward raise that reaches the `.grad` of parameters that were used."""
     for param, is_used in zip(params, used, strict=True):
@@ -129,6 +149,10 @@ def refuse_graphs(params: Sequence[FlatShard], used: Sequence[bool]) -> None:
                     "was reduced over the ranks and has no graph: create_graph of backward() gives "
                     "no graph to gradients of sharded parameters. A penalty on them can't be "
                     "trained; one on gradients of inputs or activations can: "
-                    "torch.autograd.grad(loss, x, create_graph=True)."
+                    "torch.autograd.grad(loss, x, create_graph=True). Second-order optimizers "
+                    "(AdaHessian, SophiaH) need a Hessian of the full parameters, which "
+                    "list(model.parameters()) are between unshard(model, recurse=True) and "
+                    "reshard(model, recurse=True)."
                 )
                 param.grad = Unreachable.apply(anchor, alias, error)  # type: ignore[no-untyped-call]
+                param.grad.__class__ = _WithoutGraph

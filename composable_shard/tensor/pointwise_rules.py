@@ -233,6 +233,8 @@ def _convert(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 def _alias(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:
     shard: FlatShard = args[0]
+    if isinstance(shard, StridedView):
+        return StridedView(shard.base, shard.geometry)
     # detach() sets a version counter. Handles know a parameter by the identity of its slice.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         result = type(shard)(shard._local, shard._shard_spec, guard=shard._guard)

@@ -19,13 +19,13 @@ class NeedsWhole(RuntimeError):
     `refusal()`.
     """
 
-    def __init__(self, text: str, remedy: str = WHOLE_NEEDED) -> None:
+    def __init__(self, text: str, remedy: str = WHOLE_NEEDED, in_graph: str = IN_GRAPH) -> None:
         super().__init__(text)
-        self._remedy = remedy
+        self._remedy, self._in_graph = remedy, in_graph
 
     def refusal(self, is_trained: bool) -> RuntimeError:
         """Return the error for users; in a graph the remedy is one that allows training."""
-        return RuntimeError(f"{self} {IN_GRAPH if is_trained else self._remedy}")
+        return RuntimeError(f"{self} {self._in_graph if is_trained else self._remedy}")
 
 
 class RuleTable(dict[OpOverload, Rule]):

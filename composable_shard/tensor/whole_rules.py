@@ -24,9 +24,11 @@ from composable_shard.tensor.operands import (
     slice_given,
     tensors_in,
 )
+from composable_shard.tensor.owned_numbers import mark
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.tensor.strided_view import Geometry
 from composable_shard.tensor.view_rules import run_of
+from composable_shard.tensor.write_guard import running
 from composable_shard.torch_private import OpOverload, storage_of
 
 
@@ -126,8 +128,23 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     shards = shards_in((args, tuple(kwargs.values())))
     is_elementwise = torch.Tag.pointwise in func.tags
     if isinstance(result, list | tuple):
-        return type(result)(_wrap(item, shards, originals, is_elementwise) for item in result)
-    return _wrap(result, shards, originals, is_elementwise)
+        result = type(result)(_wrap(item, shards, originals, is_elementwise) for item in result)
+    else:
+        result = _wrap(result, shards, originals, is_elementwise)
+    if running.steps:
+        _mark_numbers(result, shards)
+    return result
+
+
+def _mark_numbers(result: Any, shards: list[FlatShard]) -> None:
+    """Note of which parameters the numbers in a step's result are, [Note: Numbers of owners]."""
+    specs = [shard._shard_spec for shard in shards]
+    sources = frozenset(
+        spec.label for spec in specs if spec.owner is not None and not spec.is_alone
+    )
+    for item in tensors_in(result):
+        if item.numel() == 1:  # parts of joined tensors may be of one parameter again
+            mark(item, sources)
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:

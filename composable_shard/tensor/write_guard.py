@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from composable_shard.torch_private import current_backward_id
@@ -23,19 +24,26 @@ class _Running(threading.local):
     Attributes:
         steps: Another tuple for each.
         gathered_nbytes: What the running step has gathered at rest.
+        num_gathers: How many operations it was for.
+        numbers: Those that the running step has computed, [Note: Numbers of owners].
     """
 
     steps: tuple[Step, ...] = ()
-    gathered_nbytes = 0
+    gathered_nbytes = num_gathers = 0
+
+    def __init__(self) -> None:
+        self.numbers: list[weakref.ref[Tensor]] = []
 
     def note_gathered(self, nbytes: int) -> None:
         """Add to what the running step has gathered."""
         self.gathered_nbytes += nbytes
+        self.num_gathers += 1
 
-    def take_gathered(self) -> int:
-        """Return what the step has gathered, and begin anew."""
-        nbytes, self.gathered_nbytes = self.gathered_nbytes, 0
-        return nbytes
+    def take_gathered(self) -> tuple[int, int]:
+        """Return what the step has gathered, and for how many operations; begin anew."""
+        found = self.gathered_nbytes, self.num_gathers
+        self.gathered_nbytes = self.num_gathers = 0
+        return found
 
 
 class _Compared:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from composable_shard import (
     MixedPrecisionPolicy,
     ShardingStrategy,
+    count_collectives,
     describe,
     fully_shard,
     get_handles,
@@ -189,3 +190,30 @@ def test_it_warns_of_state_that_no_save_can_hold() -> None:
     found = set(describe(model, optimizer).warnings) - {*before}
     assert len(found) == 1
     assert "the optimizer state 'kept' of 'inp.weight' is a builtins.list" in found.pop()
+
+
+class _OfWholes(torch.optim.Optimizer):
+    """Needs each gradient whole, once."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step by sums along the first dim."""
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad.cumsum(0), alpha=0.1)
+
+
+@distributed(_NUM_RANKS)
+def test_it_says_what_a_step_gathers() -> None:
+    """The bytes of the gradients and how many operations; nothing of an elementwise optimizer."""
+    model = make_net()
+    params = list(model.parameters())
+    for optimizer in (torch.optim.AdamW(params), _OfWholes(params, {})):
+        assert "a step gathers" not in str(describe(model, optimizer))
+        loss_of(model).backward()
+        with count_collectives() as log:
+            optimizer.step()
+        optimizer.zero_grad()
+    found = describe(model, optimizer)
+    assert found.step_gathered_nbytes == sum(param.nbytes for param in params)
+    assert found.step_num_gathers == len(params) == log.count("all_gather")
+    assert f"at rest, for {len(params)} operations" in str(found)

@@ -105,6 +105,8 @@ OPERATIONS: dict[str, Callable[[Named], Any]] = {
     "column": lambda p: p["a.weight"][:, 1].mul_(3.0),
     "columns": lambda p: p["a.weight"][:, 1:3] + 1,
     "column of a column view": lambda p: p["a.weight"][:, 1:4][:, 1].fill_(7.0),
+    "detached steps": lambda p: p["a.weight"].view(-1)[::3].detach().clone(),
+    "data of a column": lambda p: p["a.weight"][:, 1].data.mul_(3.0),
     "steps": lambda p: p["a.weight"][::2].zero_(),
     "diagonal": lambda p: p["square.weight"].diagonal().add_(torch.arange(6.0)),
     "view as heads": lambda p: p["square.weight"].view(2, 3, 6).mul_(torch.rand(2, 1, 1)),
@@ -251,6 +253,18 @@ def test_operations_at_rest_on_a_tensor_parallel_mesh() -> None:
         fully_shard(net, mesh=mesh["data"])
 
     _compare_operations(shard_net)
+
+
+@distributed(2)
+def test_views_that_autograd_records_are_detached() -> None:
+    """As Prodigy keeps a part of each parameter, in a step without no_grad."""
+    torch.manual_seed(1)
+    plain = UnevenNet()
+    net = copy.deepcopy(plain)
+    fully_shard(net)
+    found = net.a.weight.flatten()[::3].detach().clone()
+    assert_equal(found, plain.a.weight.detach().flatten()[::3])
+    assert_equal(net.a.weight[:, 2].data.sum(), plain.a.weight.detach()[:, 2].sum())
 
 
 @distributed(2)

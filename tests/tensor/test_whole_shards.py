@@ -184,12 +184,34 @@ def _errors(names: list[str]) -> list[str]:
 
 
 def test_other_ranks_raise_the_same_errors() -> None:
-    """They name the parameter, the owner, and what to call."""
+    """They name the parameter and the owner; a step could run on whole tensors by default."""
     first, second, third = run_ranks(3, _errors, READS)
     assert first == third
     assert len(first) == len(READS)
     assert second == []
-    assert all("p.full_tensor() on all ranks" in text for text in first)
+    assert all("default granularity for this optimizer" in text for text in first)
+
+
+@distributed(2)
+def test_remedies_of_what_one_rank_owns_are_right() -> None:
+    """With autograd and without, for parameters: on the owner, and on all ranks."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 6, bias=False)
+    expected = model.weight.detach() @ torch.ones(4)
+    fully_shard(model, granularity="param")
+    with pytest.raises(RuntimeError) as caught:
+        model.weight @ torch.ones(4)
+    assert "Under torch.no_grad() it runs on that rank's p.to_local(), or on p.full_" in str(
+        caught.value
+    )
+    with torch.no_grad():
+        is_own = model.weight.to_local().numel() > 0
+        if is_own:
+            assert_equal(model.weight.to_local() @ torch.ones(4), expected)
+        else:
+            with pytest.raises(RuntimeError, match="Run it on that rank alone, on p"):
+                model.weight @ torch.ones(4)
+        assert_equal(model.weight.full_tensor() @ torch.ones(4), expected)
 
 
 @distributed(2, 3)
