@@ -384,7 +384,7 @@ class _HiddenShard(FlatShard):
         hidden = next(item for item in flat if isinstance(item, _HiddenShard))
         raise RuntimeError(
             f"parameter '{hidden._shard_spec.label}' has no values of its own: {hidden._reason} "
-            f"{HIDDEN}"
+            f"{HIDDEN}{hidden._shard_spec.label.late_remedy}"
         )
 
     @property

@@ -157,7 +157,7 @@ class FlatShard(RowCheckpointable):
         except NeedsWhole as error:
             run = OP_RULES.on_whole(func, args, kwargs or {})
             if run is None:
-                raise error.refusal(is_trained) from None
+                raise error.refusal(is_trained, _late_remedy(args)) from None
         return run()
 
     @classmethod
@@ -392,7 +392,14 @@ class Unreachable(torch.autograd.Function):
 
 
 def _refuse(spec: ShardSpec, _: Any) -> NoReturn:
-    raise RuntimeError(f"a backward reached parameter '{spec.label}' at rest. {AT_REST}")
+    text = f"a backward reached parameter '{spec.label}' at rest. {AT_REST}"
+    raise RuntimeError(f"{text}{spec.label.late_remedy}")
+
+
+def _late_remedy(args: tuple[Any, ...]) -> str:
+    """Return what to do if an output of a forward reads one of the shards late."""
+    labels = [each._shard_spec.label for each in args if isinstance(each, FlatShard)]
+    return next((label.late_remedy for label in labels if label.late_output), "")
 
 
 def is_owned_by_other_rank(tensor: Tensor) -> bool:

@@ -23,9 +23,9 @@ class NeedsWhole(RuntimeError):
         super().__init__(text)
         self._remedy = remedy
 
-    def refusal(self, is_trained: bool) -> RuntimeError:
+    def refusal(self, is_trained: bool, late_remedy: str) -> RuntimeError:
         """Return the error for users; in a graph the remedy is one that allows training."""
-        return RuntimeError(f"{self} {IN_GRAPH if is_trained else self._remedy}")
+        return RuntimeError(f"{self} {IN_GRAPH + late_remedy if is_trained else self._remedy}")
 
 
 class RuleTable(dict[OpOverload, Rule]):
