@@ -22,7 +22,7 @@ Make = Callable[["LateHead", Tensor], Any]
 
 
 @dataclass
-class _Late:
+class _RunsLater:
     run: Any
 
 
@@ -61,7 +61,7 @@ def _nested(head: LateHead, x: Tensor) -> Any:
     def score(row: Tensor) -> Tensor:
         return weight @ row + bias
 
-    return {"scores": [_Late(lambda: [torch.tanh(score(row)) for row in x])]}
+    return {"scores": [_RunsLater(lambda: [torch.tanh(score(row)) for row in x])]}
 
 
 def _started(head: LateHead, x: Tensor) -> Any:
