@@ -75,7 +75,7 @@ def initialize(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
         modules = [*callers, *_outermost(unchecked, module)]
         _check_buffers(modules)
         if unmanaged := find_unmanaged(modules):  # a scope may have compared the ranks before
-            raise_unmanaged(unmanaged)
+            raise_unmanaged(unmanaged, get_states(module))
         for context in unchecked:
             _place_buffers(context)
             context.graphs.last_backward_id = next_backward_id()
@@ -251,7 +251,7 @@ def _check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
             for handle, (flag,) in zip(mesh.handles, flags.finish(), strict=True):
                 handle.shown.note_early_hooks(bool(flag))
     if unmanaged:
-        raise_unmanaged(unmanaged)
+        raise_unmanaged(unmanaged, states)
 
 
 def describe_options(state: ShardState) -> str:

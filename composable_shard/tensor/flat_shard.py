@@ -177,7 +177,8 @@ class FlatShard(RowCheckpointable):
         if dense.shape != spec.dense_shape:
             raise ValueError(
                 f"expected a tensor of shape {tuple(spec.dense_shape)} for '{spec.label.fqn}', "
-                f"got {tuple(dense.shape)}"
+                f"got {tuple(dense.shape)}. A sharded parameter keeps its shape: change it before "
+                "fully_shard (resize_token_embeddings, say)"
             )
         return cls(spec.slice(dense).clone(), spec)
 
