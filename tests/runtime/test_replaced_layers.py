@@ -111,7 +111,7 @@ def test_changed_layer_is_named_with_what_to_do(
         run()
 
 
-def _train_both(models: list[nn.Module], ids: Tensor) -> None:
+def _train_beside_plain(models: list[nn.Module], ids: Tensor) -> None:
     plain, model = models
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in models]
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_remedy_a_change_before_fully_shard_is_right(
     change(plain)
     model = copy.deepcopy(plain)
     fully_shard(model, strategy=strategy, use_orig_params=use_orig_params)
-    _train_both([plain, model], torch.tensor([[1, 5, 7]]))
+    _train_beside_plain([plain, model], torch.tensor([[1, 5, 7]]))
 
 
 @pytest.mark.parametrize(
@@ -169,4 +169,4 @@ def test_remedy_the_new_layer_becomes_a_unit(
     replace_layer(model)
     fully_shard(model.table, strategy=strategy)
     model.zero_grad()
-    _train_both([plain, model], torch.tensor([[1, 5, 7]]))
+    _train_beside_plain([plain, model], torch.tensor([[1, 5, 7]]))
