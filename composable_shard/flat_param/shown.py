@@ -100,6 +100,7 @@ class ShownParams:
         self.entries = entries
         self.flat = flat
         self.guard = guard
+        guard.let_ask_shown(weakref.WeakMethod(self._shows_full))
         self.state = SHARDED
         self.shows_flat = shows_flat
         self.at_rest: Sequence[ParamEntry] = entries
@@ -147,6 +148,9 @@ class ShownParams:
         """Whether the unsharded parameters are registered, perhaps beneath a scope."""
         state = self.state if self.scope is None else self.scope.before
         return state in (UNSHARDED, UNSHARDED_FLAT, CHANGING)
+
+    def _shows_full(self) -> bool:
+        return self.state in (UNSHARDED, UNSHARDED_FLAT)
 
     # Forms of the handle
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from composable_shard.options import IN_GRAPH, WHOLE_NEEDED
+from composable_shard.options import WHOLE_NEEDED
 from composable_shard.torch_private import OpOverload
 
 Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -23,9 +23,9 @@ class NeedsWhole(RuntimeError):
         super().__init__(text)
         self._remedy = remedy
 
-    def refusal(self, is_trained: bool, late_remedy: str) -> RuntimeError:
+    def refusal(self, in_training: str) -> RuntimeError:
         """Return the error for users; in a graph the remedy is one that allows training."""
-        return RuntimeError(f"{self} {IN_GRAPH + late_remedy if is_trained else self._remedy}")
+        return RuntimeError(f"{self} {in_training or self._remedy}")
 
 
 class RuleTable(dict[OpOverload, Rule]):
