@@ -20,6 +20,7 @@ from composable_shard.tensor import (
     ParamLabel,
     ShardSpec,
     WriteGuard,
+    is_full_shown,
     rebind,
 )
 from composable_shard.torch_private import (
@@ -450,7 +451,7 @@ class _HiddenShard(FlatShard):
         hidden = next(item for item in flat if isinstance(item, _HiddenShard))
         raise RuntimeError(
             f"parameter '{hidden._shard_spec.label}' has no values of its own: {hidden._reason} "
-            f"{KEPT if hidden.is_full_shown else HIDDEN}{hidden._shard_spec.label.late_remedy}"
+            f"{KEPT if is_full_shown(hidden) else HIDDEN}{hidden._shard_spec.label.late_remedy}"
         )
 
     @property

@@ -201,16 +201,11 @@ class FlatShard(RowCheckpointable):
         records, a backward that reaches the result from a trainable parameter raises.
         """
         if is_trainable(self) and _grad_enabled():
-            remedy = KEPT if self.is_full_shown else AT_REST
+            remedy = KEPT if is_full_shown(self) else AT_REST
             text = f"a backward reached parameter '{self._shard_spec.label}' at rest. {remedy}"
             apply: Callable[..., Tensor] = Unreachable.apply
             return apply(self, lambda: self.gathered().data, text)
         return self.gathered()
-
-    @property
-    def is_full_shown(self) -> bool:
-        """Whether its module shows the full parameter instead, as in the forward of its unit."""
-        return self._guard is not None and self._guard.shows_full()
 
     def gathered(self) -> Tensor:
         """Gather and return the whole tensor, without autograd; a collective, for all ranks."""
@@ -379,7 +374,7 @@ def _refuse_gradients(func: OpOverload, args: tuple[Any, ...]) -> bool:
                 if node is not None:  # the op is differentiable
                     # A hook on the parameter would stay; the node lives only as long as its graph.
                     accumulate = node.next_functions[0][0]
-                    remedy = KEPT if shard.is_full_shown else AT_REST
+                    remedy = KEPT if is_full_shown(shard) else AT_REST
                     accumulate.register_prehook(partial(_refuse, shard._shard_spec, remedy))
     return is_trained
 
@@ -407,10 +402,15 @@ def _refuse(spec: ShardSpec, remedy: str, _: Any) -> NoReturn:
 def _remedy_of(args: tuple[Any, ...]) -> str:
     """Return what to do where an operation reads shards while autograd records."""
     shards = [each for each in args if isinstance(each, FlatShard)]
-    if any(shard.is_full_shown for shard in shards):
+    if any(is_full_shown(shard) for shard in shards):
         return KEPT
     late = (shard._shard_spec.label.late_remedy for shard in shards)
     return IN_GRAPH + next(filter(None, late), "")
+
+
+def is_full_shown(shard: FlatShard) -> bool:
+    """Return whether modules show the full parameter instead, as in the forward of its unit."""
+    return shard._guard is not None and shard._guard.shows_full()
 
 
 def is_owned_by_other_rank(tensor: Tensor) -> bool:
