@@ -284,7 +284,7 @@ def _replace_parameter(original: Original, entry: ParamEntry, undo: ExitStack) -
     param, grad = original.param, original.param.grad
     undo.callback(give_back, param, entry.sharded, grad, dict(vars(param)))
     param.grad = None
-    if param.requires_grad:
+    if param.requires_grad and not param.is_inference():  # no graph can have recorded those
         undo.callback(_refuse_graphs_from_before(param, entry.label).remove)
     original.strip()
     entry.replace(param)

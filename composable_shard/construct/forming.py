@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Never
@@ -194,7 +195,8 @@ def form_unit(
     find_small_group(shard_group, plan.reshard_after_forward)
     if options.separate_reduce_group:
         shard_group = shard_group.with_reduce_group()
-    with ExitStack() as undo:
+    # Tensors made inside inference mode, or kept from it, could not be trained or written.
+    with ExitStack() as undo, torch.inference_mode(False):
         _set_owners(plan, modules, shard_group, owners, undo)
         _form(plan, shard_group, undo)
         undo.pop_all()  # nothing has failed

@@ -22,6 +22,7 @@ from composable_shard.flat_param import (
     ParamEntry,
     Slot,
     UnshardedParameter,
+    find_kept_items,
     find_slots,
     handle_of,
     is_shown_by_scope,
@@ -173,6 +174,7 @@ def plan_unit(
     """
     _check_modules(modules)
     plan = _find_params(modules, options, inner, managed)
+    _find_kept(plan)
     _check_scripted(plan)
     _check_params(plan.originals, shard_group)
     _check_forwards_write_nothing(plan.unmanaged_modules)
@@ -243,6 +245,15 @@ def _find_params(
         options,
         ignored=left_out,
     )
+
+
+def _find_kept(plan: Plan) -> None:
+    """Find the lists and dicts in which modules of the unit keep its parameters."""
+    originals = {id(original.param): original for original in plan.originals}
+    for module in plan.unmanaged_modules:
+        for param, slot in find_kept_items(module):
+            if id(param) in originals:
+                originals[id(param)].further_slots += (slot,)
 
 
 def _check_scripted(plan: Plan) -> None:

@@ -12,6 +12,7 @@ from composable_shard.flat_param.entries import (
     ParamEntry,
     Slot,
     dense_stride,
+    find_kept_items,
     find_slots,
     give_back,
     slot_key,

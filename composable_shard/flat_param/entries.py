@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, cast
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.layout import FlatLayout
-from composable_shard.options import HIDDEN
+from composable_shard.options import HIDDEN, KEPT
 from composable_shard.tensor import (
     DIRECT_OPS,
     FlatShard,
@@ -19,6 +20,7 @@ from composable_shard.tensor import (
     ParamLabel,
     ShardSpec,
     WriteGuard,
+    is_full_shown,
     rebind,
 )
 from composable_shard.torch_private import (
@@ -122,6 +124,47 @@ class _FlatWeights(ModuleItems):
             flat_weights_of(module)[position] = value
 
 
+class _KeptItem(ModuleItems):
+    """An item of a list or dict in which a program keeps a parameter; the program may change it.
+
+    Stands for the parameter that was shown here last, and shows another only where that still is.
+    """
+
+    def __init__(self, module: nn.Module, shown: Tensor) -> None:
+        super().__init__(module)
+        self._known: tuple[Any, ...] = (shown,)  # an interrupt leaves either of the last two
+
+    def __getitem__(self, path: tuple[Any, ...]) -> Any:
+        return self._known[-1]
+
+    def __setitem__(self, path: tuple[Any, ...], value: Any) -> None:
+        known = self._known
+        self._known = (known[-1], value)
+        if (module := self.module()) is None:
+            return
+        *outer, key = path
+        container: Any = vars(module)
+        try:
+            for each in outer:
+                container = container[each]
+        except (LookupError, TypeError):
+            return  # the program keeps something else there
+        if type(container) not in (list, dict):
+            return
+        keys = range(len(container)) if type(container) is list else container.keys()
+        for shown in reversed(known):
+            if key not in keys or container[key] is not shown:
+                # Moved inside the container, or taken out of it.
+                key = next((each for each in keys if container[each] is shown), key)
+            if key in keys and container[key] is shown:
+                container[key] = value
+                return
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _KeptItem:
+        module = copy.deepcopy(self.module() or nn.Module(), memo)
+        return type(self)(module, copy.deepcopy(self._known[-1], memo))
+
+
 class FlatSlot(ModuleItems):
     """The place where a unit's module shows its flat parameter: an entry of `_parameters`."""
 
@@ -193,6 +236,30 @@ def find_slots(place: ModuleItems, name: str) -> tuple[Slot, ...]:
     if type(module).__setattr__ is nn.Module.__setattr__:
         return ((parameters_of(module), name, place),)
     return ((_Attributes(module), name, place),)
+
+
+def find_kept_items(module: nn.Module) -> Iterator[tuple[nn.Parameter, Slot]]:
+    """Yield each parameter that a module keeps in a list or dict of its own, and its slot."""
+    for name, value in vars(module).items():
+        if type(value) in (list, dict) and name not in _OWN_NAMES:
+            for path, param in _params_in(value, (name,)):
+                yield param, (_KeptItem(module, param), path, None)
+
+
+_OWN_NAMES = frozenset([*vars(nn.Module()), "_flat_weights"])
+
+
+def _params_in(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], nn.Parameter]]:
+    is_list = type(value) is list
+    for key, item in enumerate(value) if is_list else value.items():
+        if isinstance(item, Tensor):
+            if isinstance(item, nn.Parameter):
+                yield (*path, key), item
+        elif type(item) in (list, dict) and len(path) < _MAX_DEPTH:
+            yield from _params_in(item, (*path, key))
+
+
+_MAX_DEPTH = 4  # of lists in lists, which may refer to each other
 
 
 def slot_key(slot: Slot) -> tuple[int, Any]:
@@ -384,7 +451,7 @@ class _HiddenShard(FlatShard):
         hidden = next(item for item in flat if isinstance(item, _HiddenShard))
         raise RuntimeError(
             f"parameter '{hidden._shard_spec.label}' has no values of its own: {hidden._reason} "
-            f"{HIDDEN}"
+            f"{KEPT if is_full_shown(hidden) else HIDDEN}{hidden._shard_spec.label.late_remedy}"
         )
 
     @property

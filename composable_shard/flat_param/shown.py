@@ -59,6 +59,16 @@ class Scope:
     slots: list[tuple[Any, Any, Tensor | None]]  # container, key, what is shown there
 
 
+_WRITE = (
+    "Write into the existing parameter instead, for example `param.copy_(full_tensor)` under "
+    "torch.no_grad(), or replace it before fully_shard."
+)
+_RESIZE = (
+    "A sharded parameter keeps its shape: change it before fully_shard (resize_token_embeddings, "
+    "say)."
+)
+
+
 class ShownParams:
     """The parameters of a flat parameter, and the places in modules that show them.
 
@@ -90,6 +100,7 @@ class ShownParams:
         self.entries = entries
         self.flat = flat
         self.guard = guard
+        guard.let_ask_shown(weakref.WeakMethod(self._shows_full))
         self.state = SHARDED
         self.shows_flat = shows_flat
         self.at_rest: Sequence[ParamEntry] = entries
@@ -137,6 +148,9 @@ class ShownParams:
         """Whether the unsharded parameters are registered, perhaps beneath a scope."""
         state = self.state if self.scope is None else self.scope.before
         return state in (UNSHARDED, UNSHARDED_FLAT, CHANGING)
+
+    def _shows_full(self) -> bool:
+        return self.state in (UNSHARDED, UNSHARDED_FLAT)
 
     # Forms of the handle
 
@@ -222,13 +236,12 @@ class ShownParams:
                     "before fully_shard."
                 ) from None
             if found is not (unsharded if is_unsharded else at_rest):
+                is_same = at_rest is None or getattr(found, "shape", None) == at_rest.shape
                 raise RuntimeError(
                     f"parameter '{self._label_at(container, key)}' was replaced by another object "
                     f"({_describe(found)}) after fully_shard, as by assignment, "
                     "functional_call or load_state_dict(assign=True). "
-                    "Its new value would be ignored. Write into the existing parameter instead, "
-                    "for example `param.copy_(full_tensor)` under torch.no_grad(), or replace it "
-                    "before fully_shard."
+                    f"Its new value would be ignored. {_WRITE if is_same else _RESIZE}"
                 )
 
     def _label_at(self, container: Any, key: Any) -> object:

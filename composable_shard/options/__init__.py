@@ -7,6 +7,7 @@ from composable_shard.options.advice import (
     AT_REST,
     HIDDEN,
     IN_GRAPH,
+    KEPT,
     LOAD_FILE,
     OWNED,
     OWNED_IN_GRAPH,

@@ -34,6 +34,11 @@ WHOLE_NEEDED = (
     "Run it on p.full_tensor(), which all ranks must call, or inside unshard_params(module). See "
     "docs/shard_operations.md."
 )
+KEPT = (
+    "It was read through an object from before the forward (in a tuple, a closure, another module) "
+    "while its unit shows the full parameter. Read it from its module in the forward, as in "
+    "self.layer.weight, or keep it in a list of a module of the unit before fully_shard."
+)
 AT_REST = (
     "Only the forward of its unit reduces its gradient, which would be that of this rank alone: "
     "use the parameter there, or in a method after register_forward_method(module, name). "

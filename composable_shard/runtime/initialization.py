@@ -75,7 +75,7 @@ def initialize(module: nn.Module, callers: Sequence[nn.Module] = ()) -> None:
         modules = [*callers, *_outermost(unchecked, module)]
         _check_buffers(modules)
         if unmanaged := find_unmanaged(modules):  # a scope may have compared the ranks before
-            raise_unmanaged(unmanaged)
+            raise_unmanaged(unmanaged, get_states(module))
         for context in unchecked:
             _place_buffers(context)
             context.graphs.last_backward_id = next_backward_id()
@@ -251,7 +251,7 @@ def _check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
             for handle, (flag,) in zip(mesh.handles, flags.finish(), strict=True):
                 handle.shown.note_early_hooks(bool(flag))
     if unmanaged:
-        raise_unmanaged(unmanaged)
+        raise_unmanaged(unmanaged, states)
 
 
 def describe_options(state: ShardState) -> str:
@@ -323,7 +323,7 @@ class _MetaBuffer(Tensor):
             result = func(*args, **(kwargs or {}))
             if not result.is_meta:
                 _fill(result)
-                setattr(result, _MARK, version_of(result))
+                setattr(result, _MARK, _version_of(result))
         return result
 
 
@@ -337,6 +337,10 @@ def _fill(tensor: Tensor) -> None:
         tensor.fill_(torch.iinfo(tensor.dtype).max)
 
 
+def _version_of(buffer: Tensor) -> int:
+    return -1 if buffer.is_inference() else version_of(buffer)
+
+
 def watch_meta_buffers(module: nn.Module) -> None:
     """Replace the meta-device buffers that `module` itself holds by ones that `to_empty` marks."""
     for name, buffer in buffers_of(module).items():
@@ -345,10 +349,17 @@ def watch_meta_buffers(module: nn.Module) -> None:
 
 
 def place_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move the buffers that `module` itself holds to a device; meta buffers stay."""
+    """Move the buffers that `module` itself holds to a device; meta buffers stay.
+
+    Those that were made under `torch.inference_mode` become ordinary ones, which can be written.
+    """
     for name, buffer in buffers_of(module).items():
-        if buffer is not None and not buffer.is_meta and buffer.device != device:
+        if buffer is None or buffer.is_meta:
+            continue
+        if buffer.device != device:
             buffers_of(module)[name] = buffer.to(device)
+        elif buffer.is_inference():
+            buffers_of(module)[name] = buffer.clone()
 
 
 def is_never_written(buffer: Tensor) -> bool:
@@ -356,7 +367,8 @@ def is_never_written(buffer: Tensor) -> bool:
 
     The version counter shows in-place writes, the values show writes through `.data`.
     """
-    if getattr(buffer, _MARK, None) != version_of(buffer) or buffer.numel() == 0:
+    mark = getattr(buffer, _MARK, None)
+    if mark is None or mark != _version_of(buffer) or buffer.numel() == 0:
         return False
     expected = torch.empty_like(buffer)
     _fill(expected)

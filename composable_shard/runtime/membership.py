@@ -88,7 +88,7 @@ def adopt_contents(context: TreeContext) -> None:
     if not any(map(has_changed, modules)):
         return
     if unmanaged := find_unmanaged(modules):
-        raise_unmanaged(unmanaged)
+        raise_unmanaged(unmanaged, context.live_states())
     for changed in filter(note_contents, filter(has_changed, modules)):
         ref = weakref.ref(changed)
         for tree in list(trees):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from composable_shard.flat_param import HAVE_VALUES
 from composable_shard.runtime.backward import CallReached
 from composable_shard.runtime.casts import iter_tensors, map_tensors
+from composable_shard.runtime.late_outputs import find_late_output
 from composable_shard.runtime.open_graphs import UnitCall
 from composable_shard.runtime.saved_values import frees_values, kept_tensors, refuse_views
 from composable_shard.runtime.unit import ShardState, TreeContext
@@ -47,6 +48,9 @@ def arm(
     """
     if current_dual_level() >= 0:
         serve_graphs(state)  # [Note: Transforms]
+    late = "" if isinstance(output, Tensor) else find_late_output(output)
+    if late or state.known_forwards.late_output:
+        _note_late_output(state, late)
     num_nodes = next_sequence_nr() - state.last_call.sequence_nr
     # Addresses of full buffers that hold values and may be freed before a view of them.
     extents = [
@@ -75,6 +79,17 @@ def arm(
         kept = _find_kept(state, module, extents, num_nodes, is_looked_at=is_looked_at)
         tensors = [*tensors, *kept]
     return output, _register(context, state, tensors, reached)
+
+
+def _note_late_output(state: ShardState, late: str) -> None:
+    """Keep the values that what a forward has returned may read. [Note: Late outputs]"""
+    if late:
+        serve_graphs(state)
+    if late != state.known_forwards.late_output:
+        state.known_forwards.note_late_output(late)
+        for handle in state.needed:
+            for label in handle.labels():
+                label.note_late_output(late)
 
 
 def _find_kept(

@@ -199,6 +199,7 @@ class KnownForwards:
         runs_backwards: A node of its graph runs a nested backward, as reentrant checkpoints do.
         keeps: Whether an inspected forward leaves tensors on modules, by number of nodes.
         hooks: The hooks of the running call, if any.
+        late_output: What the last forward returned that may read values later; empty if nothing.
         is_watched: The next forward gets hooks.
         keeps_hooks: All forwards get hooks, because a user's function returned values as gradients.
         refuses_hooks: No forward gets hooks, because one failed with them.
@@ -210,6 +211,7 @@ class KnownForwards:
         "is_watched",
         "keeps",
         "keeps_hooks",
+        "late_output",
         "refuses_hooks",
         "runs_backwards",
     )
@@ -221,6 +223,7 @@ class KnownForwards:
         self.hooks: SavedValues | None = None
         self.is_watched = True
         self.refuses_hooks = self.keeps_hooks = False
+        self.late_output = ""
 
     def __reduce__(self) -> Any:
         return KnownForwards, (self.backward_hooks,)
@@ -250,6 +253,10 @@ class KnownForwards:
         if isinstance(error, RuntimeError) and is_refusal and _REFUSAL not in str(error):
             error.args = (f"{error}\nThis was raised in unit '{name}'. {_REFUSAL}",)
         self.refuses_hooks |= is_refusal
+
+    def note_late_output(self, what: str) -> None:
+        """Note what the last forward returned that may read values later."""
+        self.late_output = what
 
     def note(self, num_nodes: int, *, keeps: bool, is_looked_at: bool) -> None:
         """Note that a forward recorded a number of nodes that was unknown."""

@@ -275,7 +275,7 @@ def check_whole(model: nn.Module) -> None:
     Local; the same on all ranks that have the same model. A model without units passes.
     """
     if (names := find_unmanaged([model])) and get_states(model):
-        raise_unmanaged(names)
+        raise_unmanaged(names, get_states(model))
 
 
 def find_unmanaged(modules: Sequence[nn.Module]) -> list[str]:
@@ -286,8 +286,17 @@ def find_unmanaged(modules: Sequence[nn.Module]) -> list[str]:
     return _unmanaged_names(places, states) if places else []
 
 
-def raise_unmanaged(names: list[str]) -> None:
+def raise_unmanaged(names: list[str], states: Sequence[ShardState]) -> None:
     """Raise the error that names trainable parameters that no unit manages."""
+    handles = [handle for state in states for handle in state.handles]
+    managed = {str(label) for handle in handles for label in handle.labels()}
+    if managed.issuperset(names):
+        raise RuntimeError(
+            f"no unit manages the trainable parameters {names}, which have taken the place of "
+            "parameters of units, as where resize_token_embeddings or a swap replaces a layer: "
+            "every rank would train a copy of its own. Replace layers before fully_shard, or call "
+            "fully_shard on the new one and build the optimizer anew."
+        )
     raise RuntimeError(
         f"no unit manages the trainable parameters {names}: every rank would train a copy of its "
         "own with its own gradients. Call fully_shard on the module that holds them (the model "

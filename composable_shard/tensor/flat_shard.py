@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import enable_reentrant_dispatch
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
-from composable_shard.options import AT_REST, SAVE
+from composable_shard.options import AT_REST, IN_GRAPH, KEPT, SAVE
 from composable_shard.tensor.owned_numbers import OwnedNumber
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole
 from composable_shard.tensor.safetensors_rows import RowCheckpointable
@@ -158,7 +158,7 @@ class FlatShard(RowCheckpointable):
         except NeedsWhole as error:
             run = OP_RULES.on_whole(func, args, kwargs or {})
             if run is None:
-                raise error.refusal(is_trained) from None
+                raise error.refusal(_remedy_of(args) if is_trained else "") from None
         return run()
 
     @classmethod
@@ -178,7 +178,8 @@ class FlatShard(RowCheckpointable):
         if dense.shape != spec.dense_shape:
             raise ValueError(
                 f"expected a tensor of shape {tuple(spec.dense_shape)} for '{spec.label.fqn}', "
-                f"got {tuple(dense.shape)}"
+                f"got {tuple(dense.shape)}. A sharded parameter keeps its shape: change it before "
+                "fully_shard (resize_token_embeddings, say)"
             )
         return cls(spec.slice(dense).clone(), spec)
 
@@ -201,7 +202,8 @@ class FlatShard(RowCheckpointable):
         records, a backward that reaches the result from a trainable parameter raises.
         """
         if is_trainable(self) and _grad_enabled():
-            text = f"a backward reached parameter '{self._shard_spec.label}' at rest. {AT_REST}"
+            remedy = KEPT if is_full_shown(self) else AT_REST
+            text = f"a backward reached parameter '{self._shard_spec.label}' at rest. {remedy}"
             apply: Callable[..., Tensor] = Unreachable.apply
             return apply(self, lambda: self.gathered().data, text)
         return self.gathered()
@@ -373,7 +375,8 @@ def _refuse_gradients(func: OpOverload, args: tuple[Any, ...]) -> bool:
                 if node is not None:  # the op is differentiable
                     # A hook on the parameter would stay; the node lives only as long as its graph.
                     accumulate = node.next_functions[0][0]
-                    accumulate.register_prehook(partial(_refuse, shard._shard_spec))
+                    remedy = KEPT if is_full_shown(shard) else AT_REST
+                    accumulate.register_prehook(partial(_refuse, shard._shard_spec, remedy))
     return is_trained
 
 
@@ -392,8 +395,23 @@ class Unreachable(torch.autograd.Function):
         raise RuntimeError(ctx.error)
 
 
-def _refuse(spec: ShardSpec, _: Any) -> NoReturn:
-    raise RuntimeError(f"a backward reached parameter '{spec.label}' at rest. {AT_REST}")
+def _refuse(spec: ShardSpec, remedy: str, _: Any) -> NoReturn:
+    text = f"a backward reached parameter '{spec.label}' at rest. {remedy}"
+    raise RuntimeError(f"{text}{spec.label.late_remedy}")
+
+
+def _remedy_of(args: tuple[Any, ...]) -> str:
+    """Return what to do where an operation reads shards while autograd records."""
+    shards = [each for each in args if isinstance(each, FlatShard)]
+    if any(is_full_shown(shard) for shard in shards):
+        return KEPT
+    late = (shard._shard_spec.label.late_remedy for shard in shards)
+    return IN_GRAPH + next(filter(None, late), "")
+
+
+def is_full_shown(shard: FlatShard) -> bool:
+    """Return whether modules show the full parameter instead, as in the forward of its unit."""
+    return shard._guard is not None and shard._guard.shows_full()
 
 
 def is_owned_by_other_rank(tensor: Tensor) -> bool:

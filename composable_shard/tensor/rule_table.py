@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from composable_shard.options import IN_GRAPH, WHOLE_NEEDED
+from composable_shard.options import WHOLE_NEEDED
 from composable_shard.torch_private import OpOverload
 
 Rule = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -19,13 +19,19 @@ class NeedsWhole(RuntimeError):
     `refusal()`.
     """
 
-    def __init__(self, text: str, remedy: str = WHOLE_NEEDED, in_graph: str = IN_GRAPH) -> None:
+    def __init__(self, text: str, remedy: str = WHOLE_NEEDED, in_graph: str = "") -> None:
         super().__init__(text)
         self._remedy, self._in_graph = remedy, in_graph
 
-    def refusal(self, is_trained: bool) -> RuntimeError:
-        """Return the error for users; in a graph the remedy is one that allows training."""
-        return RuntimeError(f"{self} {self._in_graph if is_trained else self._remedy}")
+    def refusal(self, in_training: str) -> RuntimeError:
+        """Return the error for users.
+
+        Args:
+            in_training: The remedy where autograd records, if the error has no better one; else "".
+        """
+        return RuntimeError(
+            f"{self} {(in_training and self._in_graph) or in_training or self._remedy}"
+        )
 
 
 class RuleTable(dict[OpOverload, Rule]):

@@ -85,12 +85,13 @@ class ParamLabel:
     parameter, its gradients and its optimizer state share one label.
     """
 
-    __slots__ = ("fqn", "is_among_owned", "refuses_gathers")
+    __slots__ = ("fqn", "is_among_owned", "late_output", "refuses_gathers")
 
     def __init__(self, fqn: str, is_among_owned: bool = False) -> None:
         self.fqn = fqn
         self.is_among_owned = is_among_owned
         self.refuses_gathers = False
+        self.late_output = ""  # what its unit's last forward returned that may read it later
 
     def rename(self, fqn: str) -> None:
         """Take another name."""
@@ -103,6 +104,22 @@ class ParamLabel:
     def refuse_gathers(self, flag: bool) -> None:
         """Choose whether operations at rest that would gather raise."""
         self.refuses_gathers = flag
+
+    def note_late_output(self, what: str) -> None:
+        """Note what the last forward of its unit returned that may read it afterwards."""
+        self.late_output = what
+
+    @property
+    def late_remedy(self) -> str:
+        """What to do if that is what reads the parameter; empty if there is nothing."""
+        what = self.late_output
+        if not what:
+            return ""
+        return (
+            f" The last forward of its unit returned {what}: if that reads the parameter, which it "
+            "does after the forward, return results instead, as in list(...), or call unshard "
+            "before that forward."
+        )
 
     def refuse_gradient_node(self) -> NoReturn:
         """Raise: no graph reaches a node that accumulates the gradient."""

@@ -60,6 +60,10 @@ running = _Running()
 compared = _Compared()
 
 
+def _no_one() -> None:
+    return None
+
+
 class WriteGuard:
     """Counts the writes to a handle's sharded parameters.
 
@@ -67,6 +71,7 @@ class WriteGuard:
     """
 
     __slots__ = (
+        "_ask_shown",
         "_at_write",
         "_checksum",
         "_has_edits",
@@ -94,7 +99,17 @@ class WriteGuard:
         self.is_in_scope = False
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
         self.may_have_hooks = True  # hooks that see final gradients, as far as the owner knows
+        self._ask_shown: Callable[[], Callable[[], bool] | None] = _no_one
         self.owner = owner  # the handle; a unit that shares a parameter finds it here
+
+    def let_ask_shown(self, ask: weakref.WeakMethod[Callable[[], bool]]) -> None:
+        """Choose who says whether modules show the full parameters."""
+        self._ask_shown = ask
+
+    def shows_full(self) -> bool:
+        """Return whether modules show the full parameters, and not the shards."""
+        ask = self._ask_shown()
+        return ask is not None and ask()
 
     def __deepcopy__(self, memo: object) -> None:
         """Return None: a copy belongs to no handle."""
