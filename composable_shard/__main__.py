@@ -40,7 +40,8 @@ All checksums of our own are verified; those of other libraries have none.
 _CONVERT = """Write a saved model in another format.
 
 checkpoint   of save_checkpoint: model and optimizers
-dcp          of torch.distributed.checkpoint: "model", and "optimizer" or "optim"
+dcp          of torch.distributed.checkpoint, which FSDP2 loads: "model", "optimizer"
+deepspeed    its universal checkpoint, for ZeRO stages 1 to 3
 safetensors  of Hugging Face: the model's tensors alone
 torch        a file of torch.save that plain torch and DDP load
 
@@ -153,8 +154,8 @@ def _inspect(args: argparse.Namespace) -> str:
 
 def _convert(args: argparse.Namespace) -> str:
     sizes = {"max_shard_size": args.max_shard_size}
-    convert(args.source, args.target, args.to, step=args.step, **sizes)
-    return f"wrote {args.target}"
+    left = convert(args.source, args.target, args.to, step=args.step, **sizes)
+    return f"wrote {args.target}" + (f"; not written: {', '.join(left)}" if left else "")
 
 
 def _estimate(args: argparse.Namespace) -> str:

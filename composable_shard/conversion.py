@@ -26,18 +26,21 @@ from composable_shard.checkpoint import (
     CheckpointReader,
     PeerReader,
     TensorReader,
+    find_ties,
     has_checkpoints,
     open_checkpoint,
     read_model,
+    read_objects,
     read_optimizers,
     tensors_of,
     verify,
     write_state,
 )
 from composable_shard.huggingface import TensorWriter, parse_nbytes
-from composable_shard.peers import named_by_order, open_run
+from composable_shard.peers import named_by_order, open_run, write_universal
 
-FORMATS = ("checkpoint", "dcp", "safetensors", "torch")
+FORMATS = ("checkpoint", "dcp", "deepspeed", "safetensors", "torch")
+_KINDS = ("optimizer", "scheduler", "scaler")
 
 
 def _open(path: Path, step: int | None) -> CheckpointReader | PeerReader:
@@ -63,7 +66,7 @@ def convert(
     *,
     step: int | None = None,
     max_shard_size: int | str = "5GB",
-) -> None:
+) -> list[str]:
     """Write a saved model in another format; see [Note: Formats].
 
     Holds everything in host memory; from a checkpoint to safetensors, only one file's tensors.
@@ -76,35 +79,66 @@ def convert(
             or 0.
         max_shard_size: Limit of a file of safetensors.
 
+    Returns:
+        What is in the source and not in the target.
+
     Raises:
-        ValueError: If the source is missing, damaged or of no known format, if it is the target, or
-            if the target is a directory of DCP with a checkpoint in it. Nothing is written then.
+        ValueError: If the source is missing, damaged or of no known format, if it is the target, if
+            the target is there already, or if the format has no place for something. Nothing is
+            written then.
     """
     path, goal = Path(source), Path(target)
     max_nbytes = parse_nbytes(max_shard_size)
-    if path.resolve() == goal.resolve():
-        raise ValueError(f"expected another directory for the result than the source, {path}")
-    if to == "dcp" and (goal / ".metadata").exists():
-        raise ValueError(f"{goal} has a checkpoint of torch.distributed.checkpoint: choose another")
-    if to == "torch" and goal.exists():
-        raise ValueError(f"{goal} exists: choose another file")
+    _check_target(path, goal, to)
     with ExitStack() as stack:
         # Of a checkpoint that becomes another one, `step` is the new one's.
         opened = _open(path, step if to != "checkpoint" else None)
         if isinstance(opened, PeerReader) and to != "safetensors":
             opened = PeerReader(named_by_order(opened.run))
         reader = stack.enter_context(opened)
-        model = read_model(reader, with_ties=to != "safetensors")
-        optimizers = read_optimizers(reader) if to != "safetensors" else {}
-        step = reader.metadata.step if step is None else step
+        left = [] if reader.metadata.tree.get("extra") is None else ["extra"]
+        left += reader.left if isinstance(reader, PeerReader) else []
         if to == "safetensors":
-            _write_files(goal, model, max_nbytes)
-        elif to == "torch":
-            _write_torch(goal, dict(model), optimizers, step)
-        elif to == "checkpoint":
-            write_state(goal, dict(model), optimizers, step)
-        else:
-            _write_dcp(goal, dict(model), optimizers)
+            _write_files(goal, read_model(reader, with_ties=False), max_nbytes)
+            return left + [kind for kind in _KINDS if reader.metadata.tree.get(kind)]
+        return left + _write_run(goal, reader, to, reader.metadata.step if step is None else step)
+
+
+def _check_target(path: Path, goal: Path, to: str) -> None:
+    if path.resolve() == goal.resolve():
+        raise ValueError(f"expected another directory for the result than the source, {path}")
+    if to == "dcp" and (goal / ".metadata").exists():
+        raise ValueError(f"{goal} has a checkpoint of torch.distributed.checkpoint: choose another")
+    if to == "torch" and goal.exists():
+        raise ValueError(f"{goal} exists: choose another file")
+
+
+def _write_run(path: Path, reader: TensorReader, to: str, step: int) -> list[str]:
+    """Write model, optimizers, schedulers and scaler; return what the format has no place for."""
+    model = dict(read_model(reader, with_ties=True))
+    objects = {
+        "optimizer": read_optimizers(reader),
+        **{kind: read_objects(reader, kind) for kind in ("scheduler", "scaler")},
+    }
+    if to == "checkpoint":
+        write_state(path, model, objects, step)
+        return []
+    if to == "deepspeed":
+        return _write_universal(path, reader, model, objects, step)
+    if to == "torch":
+        optimizers = objects["optimizer"]
+        objects["optimizer"] = {name: _counted(each) for name, each in optimizers.items()}
+    state: dict[str, Any] = {"model": model, "step": step}
+    state |= {
+        kind: states[""] if states.keys() == {""} else states
+        for kind, states in objects.items()
+        if states
+    }
+    if to == "torch":
+        torch.save(state, path)
+    else:
+        _write_dcp(path, state)
+    return []
 
 
 def _write_files(path: Path, model: Iterable[tuple[str, Any]], max_nbytes: int) -> None:
@@ -116,17 +150,6 @@ def _write_files(path: Path, model: Iterable[tuple[str, Any]], max_nbytes: int) 
         writer.publish()
     finally:
         writer.discard()
-
-
-def _write_torch(
-    path: Path, model: Mapping[str, Any], optimizers: Mapping[str, Any], step: int
-) -> None:
-    """Write a file that plain torch and DDP load, with parameters counted in the model's order."""
-    state: dict[str, Any] = {"model": dict(model), "step": step}
-    if optimizers:
-        counted = {name: _counted(each) for name, each in optimizers.items()}
-        state["optimizer"] = counted[""] if counted.keys() == {""} else counted
-    torch.save(state, path)
 
 
 def _counted(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,10 +164,33 @@ def _counted(found: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _write_dcp(path: Path, model: Mapping[str, Any], optimizers: Mapping[str, Any]) -> None:
-    state = {"model": dict(model)}
-    if optimizers:
-        state["optimizer"] = optimizers[""] if optimizers.keys() == {""} else dict(optimizers)
+def _write_universal(
+    path: Path,
+    reader: TensorReader,
+    model: Mapping[str, Any],
+    objects: Mapping[str, Mapping[str, Any]],
+    step: int,
+) -> list[str]:
+    optimizers, schedulers = objects["optimizer"], objects["scheduler"]
+    if len(optimizers) != 1:
+        raise ValueError(
+            f"{reader.folder} has {len(optimizers)} optimizers, and DeepSpeed's form has one: "
+            "convert it to another form"
+        )
+    write_universal(
+        path,
+        model,
+        find_ties(reader),
+        *optimizers.values(),
+        scheduler=schedulers.get("", {}),
+        step=step,
+        world_size=reader.metadata.world_size,
+    )
+    others = [f"scheduler '{name}'" for name in schedulers if name]
+    return others + (["the scaler"] if objects["scaler"] else [])
+
+
+def _write_dcp(path: Path, state: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # what `no_dist` says, as wanted
         dcp.save(state, checkpoint_id=path, no_dist=True)

@@ -15,8 +15,10 @@ from composable_shard.checkpoint.reader import (
 )
 from composable_shard.checkpoint.saving import save_checkpoint
 from composable_shard.checkpoint.whole import (
+    find_ties,
     open_checkpoint,
     read_model,
+    read_objects,
     read_optimizers,
     tensors_of,
     verify,

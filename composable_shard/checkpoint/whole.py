@@ -53,6 +53,23 @@ def read_optimizers(reader: TensorReader) -> dict[str, Any]:
     return {name: json_tree.decode(each, reader.read_whole) for name, each in stored.items()}
 
 
+def read_objects(reader: TensorReader, kind: str) -> dict[str, Any]:
+    """Return the states of all schedulers or scalers by name."""
+    stored = find_stored(reader, kind)
+    return {name: json_tree.decode(each, reader.read_whole) for name, each in stored.items()}
+
+
+def find_ties(reader: TensorReader) -> dict[str, str]:
+    """Return the first name of each tied tensor of the model, by its other names."""
+    first: dict[str, str] = {}
+    ties: dict[str, str] = {}
+    for fqn, encoded in find_stored(reader, "model").items():
+        name = json_tree.tensor_name(encoded)
+        if name is not None and first.setdefault(name, fqn) != fqn:
+            ties[fqn] = first[name]
+    return ties
+
+
 def tensors_of(reader: TensorReader, kind: str) -> dict[str, StoredTensor]:
     """Return the tensors of a part of the checkpoint: of the model, of an optimizer."""
     tensors = reader.metadata.tensors
@@ -68,18 +85,25 @@ def verify(reader: CheckpointReader) -> None:
 def write_state(
     path: str | os.PathLike[str],
     model: Mapping[str, Any],
-    optimizers: Mapping[str, Any],
+    objects: Mapping[str, Mapping[str, Any]],
     step: int,
 ) -> str:
-    """Save the state of a model, and of optimizers by name, as `save_checkpoint` does."""
+    """Save the state of a model as `save_checkpoint` does.
+
+    Args:
+        objects: States by kind, "optimizer", "scheduler" or "scaler", and by name.
+    """
     tensors: dict[str, Tensor] = {}
     tree: dict[str, Any] = {
         "model": {fqn: json_tree.encode(v, f"model/{fqn}", tensors) for fqn, v in model.items()},
-        "optimizer": {
-            name: json_tree.encode(state, f"optimizer/{name}".rstrip("/"), tensors)
-            for name, state in optimizers.items()
+        **{
+            kind: {
+                name: json_tree.encode(state, f"{kind}/{name}".rstrip("/"), tensors)
+                for name, state in states.items()
+            }
+            for kind, states in objects.items()
         },
-        **{kind: {} for kind in ("scheduler", "scaler", "scheduler_kinds", "optimizer_kinds")},
+        **{kind: {} for kind in ("scheduler_kinds", "optimizer_kinds")},
         "extra": None,
     }
     group = get_host_group()

@@ -8,4 +8,5 @@ from composable_shard.peers.formats import open_run
 from composable_shard.peers.naming import OwnGroup, Rename, named_as, named_by_order
 from composable_shard.peers.run import PeerRun, without_inert
 from composable_shard.peers.tensors import PeerTensor, Span
+from composable_shard.peers.universal_writing import write_universal
 from composable_shard.peers.zips import locate_item

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from composable_shard.peers.pickles import Inert, read_pickle
-from composable_shard.peers.run import PeerOptimizer, PeerRun
+from composable_shard.peers.run import PeerOptimizer, PeerRun, by_name
 from composable_shard.peers.tensors import PeerTensor, Span, boxed
 from composable_shard.peers.zips import TorchFile, read_number, read_torch_file
 
@@ -25,6 +25,7 @@ _MODELS = ("model", "state_dict", "module", "app")
 _OPTIMIZERS = ("optimizer", "optim", "optimizers")
 _NUMBERED = re.compile(r"optimizer_(\d+)")
 _SCHEDULERS = ("lr_scheduler", "scheduler", "lr_schedulers")
+_SCALERS = ("scaler", "grad_scaler")
 _STEPS = ("step", "global_step", "iteration")
 _FLAT = ("state", "param_groups")
 
@@ -205,7 +206,10 @@ def _sorted_out(path: Path, found: Mapping[str, Any]) -> PeerRun:
         name = "" if is_one else number[1] if number else key
         run.optimizers |= _read_optimizers(each, name, f"'{key}' of {path}")
     for key in schedulers[:1]:
-        run.schedulers[""] = inner[key]
+        run.schedulers = by_name(inner[key], "last_epoch")
+    for key in [key for key in _SCALERS if isinstance(inner.get(key), Mapping)][:1]:
+        run.scaler = inner[key]
+        used.add(key)
     run.step = _step_of(inner, used)
     run.left = [str(key) for key in inner if key not in used]
     return run

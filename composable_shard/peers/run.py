@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,16 @@ class PeerRun:
                 f"{self.path} ({self.kind}) has no tensors of a model, found {self.left[:8]}. Give "
                 "the directory or file that has both model and optimizer."
             )
+
+
+def by_name(value: Any, mark: str) -> dict[str, Any]:
+    """Return one object's state, or those of several in a list or dict, by name."""
+    if isinstance(value, list):
+        several = {str(number): each for number, each in enumerate(value)}
+        return {"": value[0]} if len(value) == 1 else several
+    if mark in value or not all(isinstance(each, Mapping) for each in value.values()):
+        return {"": value}
+    return {str(name): each for name, each in value.items()}
 
 
 def without_inert(value: Any, path: str, left: list[str]) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from composable_shard.peers.pickles import Inert
-from composable_shard.peers.run import PeerOptimizer, PeerRun
+from composable_shard.peers.run import PeerOptimizer, PeerRun, by_name
 from composable_shard.peers.safetensors_files import has_tensor_files, read_tensor_files
 from composable_shard.peers.tensors import PeerTensor
 from composable_shard.peers.zips import is_torch_file, read_torch_file
@@ -59,11 +59,11 @@ def read_file(path: Path) -> PeerRun:
     if (key := _first_key(found, _OPTIMIZER, Mapping | list)) is not None:
         run.optimizers = {
             name: PeerOptimizer.parse(each, f"'{key}' of {path}")
-            for name, each in _by_name(found[key], "param_groups").items()
+            for name, each in by_name(found[key], "param_groups").items()
         }
         used.add(key)
     if (key := _first_key(found, _SCHEDULER, Mapping | list)) is not None:
-        run.schedulers = _by_name(found[key], "last_epoch")
+        run.schedulers = by_name(found[key], "last_epoch")
         used.add(key)
     if (key := _first_key(found, _SCALER, Mapping)) is not None:
         run.scaler = found[key]
@@ -73,16 +73,6 @@ def read_file(path: Path) -> PeerRun:
         used.add(key)
     run.left += [str(key) for key in found if key not in used]
     return run
-
-
-def _by_name(value: Any, mark: str) -> dict[str, Any]:
-    """Return one object's state, or those of several in a list or dict, by name."""
-    if isinstance(value, list):
-        several = {str(number): each for number, each in enumerate(value)}
-        return {"": value[0]} if len(value) == 1 else several
-    if mark in value or not all(isinstance(each, Mapping) for each in value.values()):
-        return {"": value}
-    return {str(name): each for name, each in value.items()}
 
 
 def _first_key(found: Mapping[Any, Any], keys: tuple[str, ...], kind: Any) -> str | None:

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as functions
 
-from composable_shard import FlatShard, fully_shard, get_handles, lazy_init
+from composable_shard import (
+    FlatShard,
+    fully_shard,
+    get_handles,
+    lazy_init,
+    load_checkpoint,
+    set_model_state_dict,
+)
 from composable_shard.comm.trace import count_collectives
 from composable_shard.runtime.initialization import is_never_written
 from tests.harness.helpers import assert_equal, distributed, peak_bytes
@@ -285,6 +295,48 @@ def test_buffers_that_nobody_initialised_are_named_at_the_first_forward() -> Non
         )
     _reset_every_module(model)
     model(_sequence_batch())
+
+
+class _WithHiddenBuffer(nn.Module):
+    """With a buffer that is in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+_WAYS_TO_LOAD: dict[str, Callable[[nn.Module, dict[str, Any], Path], object]] = {
+    "ours": lambda model, state, _: set_model_state_dict(model, state),
+    "torch's": lambda model, state, _: functions.set_model_state_dict(model, state),
+    "the module's": lambda model, state, _: model.load_state_dict(state),
+    "a checkpoint": lambda model, _, path: load_checkpoint(path, model),
+}
+
+
+@pytest.mark.parametrize("load", list(_WAYS_TO_LOAD))
+@distributed(2)
+def test_a_load_leaves_no_buffer_without_values_in_silence(load: str, tmp_path: Path) -> None:
+    """One that no state dict has is named before anything is computed with it."""
+    whole = _WithHiddenBuffer()
+    if dist.get_rank() == 0:
+        torch.save({"model": whole.state_dict()}, tmp_path / "run.pt")
+    dist.barrier()
+    with torch.device("meta"):
+        model = _WithHiddenBuffer()
+    fully_shard(model.linear)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    _WAYS_TO_LOAD[load](model, whole.state_dict(), tmp_path / "run.pt")
+    assert_equal(model.linear.weight.full_tensor(), whole.linear.weight, "weight")
+    x = torch.ones(1, 4)
+    with pytest.raises(RuntimeError, match=r"buffers \['scale'\] were never initialised after"):
+        model(x)
+    model.scale.fill_(2.0)
+    assert_equal(model(x), whole(x), "output")
 
 
 def _in_place(module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,3 +71,13 @@ def peer_batches(first: int, rank: int) -> Iterator[Tensor]:
 def peer_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the loss, in fp32."""
     return functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+def take_steps(model: nn.Module, optimizer: Any, scheduler: Any, first: int, rank: int) -> None:
+    """Take three steps on the batches of a rank."""
+    for tokens in peer_batches(first, rank):
+        optimizer.zero_grad()
+        peer_loss(model(tokens), tokens).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()

@@ -38,7 +38,7 @@ def _assert_runs_agree(
     assert NUM_STEPS == 3
 
 
-@pytest.mark.parametrize("to", ["checkpoint", "dcp", "torch"])
+@pytest.mark.parametrize("to", ["checkpoint", "dcp", "deepspeed", "torch"])
 @pytest.mark.parametrize(
     "source", ["stage2-fp32-deepspeed", "stage3-fp32-deepspeed", "titan-torch", "fsdp2-torch"]
 )

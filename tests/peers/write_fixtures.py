@@ -13,6 +13,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,20 @@ def write_all(arguments: list[str]) -> None:
         path = FIXTURES / f"{name}-{importlib.metadata.version(package).partition('+')[0]}"
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        torch.multiprocessing.spawn(
-            _run_writer, (write, path, options, port), nprocs=run.WORLD_SIZE, join=True
-        )
+        run_on_ranks(write, path, **options)
         for each in [*path.rglob("zero_to_*.py"), *path.rglob("training_args.bin")]:
             each.unlink()  # code of DeepSpeed; paths of the machine
         print(path.name, sum(each.stat().st_size for each in path.rglob("*") if each.is_file()))
+
+
+def run_on_ranks(write: Callable[..., Any], path: Path, **options: Any) -> None:
+    """Call a function on two ranks, as torchrun would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(
+        _run_writer, (write, path, options, port), nprocs=run.WORLD_SIZE, join=True
+    )
 
 
 def _run_writer(rank: int, write: Callable[..., Any], path: Path, options: Any, port: int) -> None:
@@ -56,15 +62,6 @@ def _run_writer(rank: int, write: Callable[..., Any], path: Path, options: Any, 
     write(path, rank, **options)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _take_steps(model: Any, optimizer: Any, first: int, rank: int, scheduler: Any = None) -> None:
-    for tokens in run.peer_batches(first, rank):
-        optimizer.zero_grad()
-        run.peer_loss(model(tokens), tokens).backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
 
 
 def _write_expected(path: Path, rank: int, values: dict[str, Any]) -> None:
@@ -98,7 +95,7 @@ def write_torch(path: Path, rank: int, kind: str) -> None:
     else:
         optimizer = torch.optim.AdamW(groups, lr=run.LR)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    _take_steps(wrapped, optimizer, 0, rank, scheduler)
+    run.take_steps(wrapped, optimizer, scheduler, 0, rank)
     if kind in ("zero", "oss"):
         optimizer.consolidate_state_dict(0)
     if rank == 0:
@@ -110,7 +107,7 @@ def write_torch(path: Path, rank: int, kind: str) -> None:
             "step": 3,
         }
         torch.save(state, path / "checkpoint.pt")
-    _take_steps(wrapped, optimizer, 3, rank, scheduler)
+    run.take_steps(wrapped, optimizer, scheduler, 3, rank)
     _write_expected(path, rank, model.state_dict())
 
 
@@ -124,9 +121,9 @@ def write_accelerate(path: Path, rank: int) -> None:
     wrapped, optimizer = accelerator.prepare(model, optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 2, 0.5)
     accelerator.register_for_checkpointing(scheduler)
-    _take_steps(wrapped, optimizer, 0, rank, scheduler)
+    run.take_steps(wrapped, optimizer, scheduler, 0, rank)
     accelerator.save_state(str(path))
-    _take_steps(wrapped, optimizer, 3, rank, scheduler)
+    run.take_steps(wrapped, optimizer, scheduler, 3, rank)
     _write_expected(path, rank, model.state_dict())
 
 
@@ -188,7 +185,7 @@ def write_dcp(path: Path, rank: int, kind: str) -> None:
         fully_shard(model)
     optimizer = torch.optim.AdamW(run.two_groups(model), lr=run.LR)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    _take_steps(model, optimizer, 0, rank, scheduler)
+    run.take_steps(model, optimizer, scheduler, 0, rank)
     state: dict[str, Any]
     if kind == "titan":
         options = functions.StateDictOptions(flatten_optimizer_state_dict=True)
@@ -201,7 +198,7 @@ def write_dcp(path: Path, rank: int, kind: str) -> None:
         state = {"model": states[0], "optimizer": states[1], "step": 3}
         state["scheduler"] = scheduler.state_dict()
     dcp.save(state, checkpoint_id=path)
-    _take_steps(model, optimizer, 3, rank, scheduler)
+    run.take_steps(model, optimizer, scheduler, 3, rank)
     values = functions.get_model_state_dict(
         model, options=functions.StateDictOptions(full_state_dict=True)
     )
@@ -263,15 +260,15 @@ def write_lightning(path: Path, rank: int, kind: str) -> None:
 # DeepSpeed
 
 
-def write_deepspeed(
-    path: Path, rank: int, stage: int, dtype: str = "fp32", *, universal: bool = False
-) -> None:
-    """DeepSpeed's engine; its own converter makes the universal form."""
+def make_engine(
+    model: nn.Module, stage: int, dtype: str = "fp32", optimizer: Any = None, **config: Any
+) -> Any:
+    """Return DeepSpeed's engine of a model, with a scheduler."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
-    config: dict[str, Any] = {
+    config |= {
         "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
@@ -282,36 +279,47 @@ def write_deepspeed(
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if dtype == "fp16":
         config["fp16"]["initial_scale_power"] = 4
-    if universal and stage < 3:
-        config["checkpoint"] = {"load_universal": False}
-    model = run.make_peer_model()
-    optimizer = torch.optim.AdamW(run.two_groups(model), lr=run.LR)
+    optimizer = optimizer or torch.optim.AdamW(run.two_groups(model), lr=run.LR)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config
     )
+    return engine
 
-    def train(first: int) -> None:
-        for tokens in run.peer_batches(first, rank):
-            engine.backward(run.peer_loss(engine(tokens), tokens))
-            engine.step()
 
-    train(0)
-    engine.save_checkpoint(str(path))
-    train(3)
+def train_engine(engine: Any, rank: int, first: int) -> None:
+    """Take three steps with DeepSpeed."""
+    for tokens in run.peer_batches(first, rank):
+        engine.backward(run.peer_loss(engine(tokens), tokens))
+        engine.step()
+
+
+def engine_values(model: nn.Module, stage: int) -> dict[str, torch.Tensor]:
+    """Return the parameters of an engine's model, or its master weights."""
+    from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
 
-    names = {name: each for name, each in model.named_parameters(remove_duplicate=False)}
     values = {}
-    for name, each in names.items():
+    for name, each in model.named_parameters(remove_duplicate=False):
         full = safe_get_full_fp32_param(each)
         if full is None:
-            from deepspeed.runtime.zero import GatheredParameters
-
             with GatheredParameters([each], enabled=stage == 3):
                 full = each.detach().clone()
         values[name] = full
-    _write_expected(path, rank, values)
+    return values
+
+
+def write_deepspeed(
+    path: Path, rank: int, stage: int, dtype: str = "fp32", *, universal: bool = False
+) -> None:
+    """DeepSpeed's engine; its own converter makes the universal form."""
+    model = run.make_peer_model()
+    engine = make_engine(model, stage, dtype)
+    train = partial(train_engine, engine, rank)
+    train(0)
+    engine.save_checkpoint(str(path))
+    train(3)
+    _write_expected(path, rank, engine_values(model, stage))
     dist.barrier()
     if rank == 0 and universal:
         _make_universal(path, stage)

@@ -19,6 +19,11 @@ from torch.distributed.checkpoint import (
     HuggingFaceStorageWriter,
     QuantizedHuggingFaceStorageReader,
 )
+from torch.distributed.checkpoint._consolidate_hf_safetensors import (
+    consolidate_safetensors_files,
+    consolidate_safetensors_files_on_every_rank,
+)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import (
     BroadcastingTorchSaveReader,
     DynamicMetaLoadPlanner,
@@ -156,6 +161,62 @@ def test_safetensors_of_optimizer_state_and_of_several_files() -> None:
         assert found.keys() == expected.keys()
         for fqn, value in expected.items():
             assert_equal(found[fqn], value.contiguous(), fqn)
+
+
+@pytest.mark.parametrize("on_every_rank", [False, True])
+@distributed(2)
+def test_files_of_ranks_are_merged_later(on_every_rank: bool) -> None:
+    """By torch's functions alone, as torchtitan calls them after a save."""
+    model = seeded(Cut)
+    fully_shard(model)
+    files = {fqn: 1 + index % 2 for index, fqn in enumerate(model.state_dict())}
+    with directory() as path:
+        dcp.save(model.state_dict(), storage_writer=_writer(path, enable_consolidation=False))
+        (path / "merged").mkdir(exist_ok=True)
+        if on_every_rank:
+            consolidate_safetensors_files_on_every_rank(str(path), str(path / "merged"), files)
+        elif dist.get_rank() == 0:
+            consolidate_safetensors_files(str(path), str(path / "merged"), files, num_threads=2)
+        dist.barrier()
+        found: dict[str, Any] = {}
+        for file in (path / "merged").glob("model*.safetensors"):
+            found |= load_file(file)
+        expected = seeded(Cut).state_dict()
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_equal(found[name], value.contiguous(), name)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "safetensors"])
+@distributed(2)
+def test_saves_with_a_cached_plan_hold_the_values_of_their_time(kind: str) -> None:
+    """The second save sends no plan, and writes the second values."""
+    model, plain = seeded(Cut), seeded(Cut, seed=1)
+    fully_shard(model)
+    with directory() as path:
+        for seed in (2, 3):
+            model.load_state_dict(seeded(Cut, seed=seed).state_dict())
+            planner = DefaultSavePlanner(enable_plan_caching=True)
+            where = path / str(seed)
+            if kind == "safetensors":
+                dcp.save(model.state_dict(), storage_writer=_writer(where), planner=planner)
+                _assert_file_holds(where, seeded(Cut, seed=seed))
+            else:
+                dcp.save(model.state_dict(), checkpoint_id=where, planner=planner)
+                dcp.load(plain.state_dict(), checkpoint_id=where)
+                assert_holds(plain.state_dict(), seeded(Cut, seed=seed))
+
+
+@distributed(2)
+def test_a_file_for_each_item_holds_the_model() -> None:
+    """Threads that write, and a file for each item."""
+    model, plain = seeded(Cut), seeded(Cut, seed=1)
+    fully_shard(model)
+    with directory() as path:
+        writer = dcp.FileSystemWriter(path, single_file_per_rank=False, thread_count=2)
+        dcp.save(model.state_dict(), storage_writer=writer)
+        dcp.load(plain.state_dict(), checkpoint_id=path)
+        assert_holds(plain.state_dict(), seeded(Cut))
 
 
 @distributed(2)
