@@ -256,6 +256,10 @@ class FlagReduction:
 
 
 _FLAGS = "the flags of a backward"
+_WERE_NOT_IN_STEP = (
+    "the ranks differed in an earlier step and agree now; that step's gradients were published. "
+    "Load a checkpoint from before it."
+)
 
 
 class _MeshReduction:
@@ -334,7 +338,7 @@ class _MeshReduction:
             text = _describe_difference(
                 of_numbers, numbers, is_late=is_late, advice=_ADVICE_ON_NUMBERS
             )
-        raise RuntimeError(text or "the ranks were not in step, and are again")
+        raise RuntimeError(text or _WERE_NOT_IN_STEP)
 
     def abandon(self) -> None:
         while self._works:

@@ -37,8 +37,8 @@ _Kind = tuple[torch.dtype, torch.device]
 class ScratchPool:
     """Memory that the reductions of a tree share: only one at a time is in its first stage.
 
-    It is as large as the first reduction, or as two units need. A single unit that needs more,
-    mostly the root, gets new memory in each step, when the step's activations are gone.
+    It grows to the second-largest size that was asked for. So the one unit that needs more, mostly
+    the root, keeps no memory: it gets new memory in each step, when the activations are gone.
     """
 
     def __init__(self) -> None:

@@ -63,7 +63,8 @@ class FlatGradients:
         reduction: Reduces the buffer.
         is_persistent: The buffer stays, see [Note: Persistent gradients].
         is_direct: Gradients go into the open round as they arrive, see `take_directly`.
-        is_unsynced: Gradients were left to a later reduction, and perhaps dropped on some ranks.
+        is_unsynced: A later backward must reduce this on every rank, even where a rank has dropped
+            the gradients since.
         has_graph: Gradients came with a graph (create_graph), which is not kept.
         marks: (parameter, indices) pairs whose `.grad` is a PendingGradient.
         packing: How gradients are packed; None without buffers for them.

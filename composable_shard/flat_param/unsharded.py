@@ -188,7 +188,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
     def grad(self) -> Tensor | None:
         """What stands for the gradient at rest, if there is one; else what the user has set.
 
-        None drops either, a tensor replaces either. It waits for a reduction from `reshard` on.
+        Setting None drops it. A tensor replaces it, and is reduced after `reshard`.
         """
         at_rest = None if is_compiling() else self.shard_aliases.gradient_at_rest(self)
         return own_gradient(self) if at_rest is None else at_rest

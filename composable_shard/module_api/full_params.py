@@ -214,7 +214,7 @@ def register_orig_params(module: nn.Module, *, recurse: bool = True) -> None:
 def _check_can_toggle(states: list[ShardState], module: nn.Module) -> None:
     for context in dict.fromkeys(state.context for state in states):
         if context is not None:
-            check_is_idle(context, "parameters can't be registered anew")
+            check_is_idle(context, "register_flat_param and register_orig_params can't run")
     for state in states:
         for handle in state.handles:
             handle.adopt_changes()

@@ -67,8 +67,9 @@ def note_unreached_call(context: TreeContext) -> None:
 def check_step(optimizer: Optimizer) -> None:
     """Check, before a step that has no gradient at all, that no backward has missed its parameters.
 
-    All numbers that backwards have taken must be known: of those that reached a tree, and of the
-    empty one at the first forward. Transforms, and backwards inside backwards, take further ones.
+    Autograd numbers backwards. Its counter is compared with the numbers seen here: those of
+    backwards that reached a tree, and of the empty one at the first forward. Transforms, and
+    backwards inside backwards, take numbers too.
 
     Raises:
         RuntimeError: If outputs wait for a backward, and one has run that reached no unit.

@@ -186,8 +186,8 @@ class BackwardPass:
     def end_full(self, item: Item) -> None:
         """Note that all gradients of a handle have come; reduce what is ready and first.
 
-        A handle of which no call was reached, as in reentrant checkpointing, is over then. A bucket
-        may be reduced although its unit is not, [Note: Buckets].
+        If the backward has reached no call of its unit, as in reentrant checkpointing, the handle
+        ends here. A bucket may be reduced although its unit is not, [Note: Buckets].
         """
         queue, position = self.queue, item.position
         is_over = position == -1

@@ -134,7 +134,7 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> F
         graphs.start = graphs.num_calls
         graphs.num_open += 1
         if graphs.num_open > 1:
-            # Perhaps an interrupt has ended a backward of which its first gradient was the sign.
+            # Ctrl-C may have ended a backward before a unit noticed it: its gradient is dropped.
             for handle in context.live_handles():
                 drop_unpacked(handle.grads)
         if graphs.num_open > graphs.most_open:

@@ -90,7 +90,7 @@ def gather_region(
 ) -> None:
     """Start the gathers of the units that a checkpointed region runs again, in that order.
 
-    Once a backward: units at its end, of which nothing was saved, may end before it runs again.
+    At most once in a backward: the last units of a region may end before the region runs again.
     """
     if region not in gathered:
         gathered.add(region)

@@ -34,11 +34,13 @@ def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
 def step_facts(handles: Collection[FlatParamHandle]) -> StepFacts:
     """Return what the program did to parameters since the last backward, for the ranks to compare.
 
-    How often an optimizer has stepped, the one that has most, for a rank may have none for some
-    parameters; whether parameters were edited; how often those were written that each rank holds
-    whole; checksums of what forwards have edited; whether there are gradients of earlier backwards.
-    Of parameters that one rank owns steps alone count: only the owner edits, and has gradients. And
-    what the optimizers that have stepped hold in their groups.
+    - the steps of the optimizer that has stepped most, as others may have nothing on a rank;
+    - whether parameters were edited, and how often those that each rank holds whole were written;
+    - a checksum of what forwards have edited;
+    - whether there are gradients of earlier backwards;
+    - what the optimizers that have stepped hold in their groups.
+
+    Of parameters that one rank owns steps alone count: only the owner edits, and has gradients.
     """
     num_steps, num_whole, checksum, has_edits, shown = 0, 0, 0, False, list[ParamEntry]()
     numbers: list[tuple[ShardGroup, int]] = []

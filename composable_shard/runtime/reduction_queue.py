@@ -20,15 +20,15 @@ first. Each bucket is a handle of its own. Another rank may fill a bucket later,
 bucket is reduced before its unit's end only
 
 - after the buckets before it in the order in which the unit's end would reduce them, and
-- in the unit's *window*, while no other collective of the tree can come before that end: the
-  backward has reached the first call of the unit, and no other unit of the tree ran inside that
-  call. In a region of non-reentrant checkpointing the recomputation might gather other units; and
+- in the unit's *window*: from its first call, as the backward reaches it, until its end, if no
+  other unit of the tree ran inside that call. Regions of non-reentrant checkpointing have no
+  window, for their recomputation might gather other units; and
 - if no hook waits for its gradients, see [Note: Early gradients].
 
 These are facts of the forward, the same on all ranks. Where they do not hold, buckets wait for the
-unit's end. If ranks use different parameters of a unit, a collective of another tree, or of a
-recomputation, that comes in the window finds the ranks out of step, and so does the first one after
-a backward that fails there.
+unit's end. If ranks use different parameters of a unit, the next collective of another tree, or of
+a recomputation, in the window raises "not in step", and so does the first after a backward that
+fails there.
 
 A rank that reduces early waits for the others in the middle of its backward; they must take part
 even if they have no gradient at all. So each backward begins with a flag reduction that shows

@@ -168,7 +168,10 @@ def _extents_of(handles: Sequence[FlatParamHandle]) -> list[tuple[int, int, Flat
 
 
 def _is_connected(tensor: Tensor, handle: FlatParamHandle) -> bool:
-    """Return whether a parameter's gradient is final only after the node that saved a tensor."""
+    """Return whether autograd links a saved tensor to its parameter.
+
+    Then the parameter's gradient can't be final before the node that saved the tensor has run.
+    """
     base = tensor if tensor.grad_fn is None else base_of(tensor)
     if base is None or base.grad_fn is not None:
         return True
@@ -189,7 +192,7 @@ def _addresses(tensor: Any) -> list[int]:
 
 
 class KnownForwards:
-    """What is known of who reads a unit's full values, beside autograd's first backward.
+    """What earlier forwards have shown about late readers of a unit's full values.
 
     A copy learns anew, except for `backward_hooks`.
 

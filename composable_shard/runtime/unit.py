@@ -83,7 +83,7 @@ class UnitSettings:
             1/n of them.
         requires_gradient_sync: False leaves gradients unsharded and unreduced.
         requires_all_reduce: False reduces gradients over the shard group only.
-        is_last_backward: False: another backward comes before the step.
+        is_last_backward: False while accumulating: more backwards come before the step.
         unshard_in_backward: False: the user promised that no backward reads full parameters.
         forward_prefetch: Units to gather when its forward begins; None: the units expected next.
         backward_prefetch: Units to gather when its backward begins; None: the units expected next.
@@ -291,7 +291,8 @@ class TreeContext:
 
     Attributes:
         modules: Weak references to the outermost modules.
-        around: Weak references to the outermost callers that first ran these, sharded or not.
+        around: Weak references to the outermost modules, sharded or not, whose calls run these;
+            each call checks them for added and removed modules.
         states: The units, outermost first.
         device: Device on which the units compute.
         call: The running call, or one that an exception has interrupted.

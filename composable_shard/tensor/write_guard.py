@@ -167,8 +167,8 @@ class WriteGuard:
         """Return what was written since the last such call, for all ranks to compare.
 
         Returns:
-            How often each optimizer has stepped; whether anything else has written; how often all
-            has been written; the checksum of what forwards have edited.
+            Steps of each optimizer, whether there are other writes, the number of all writes, the
+            checksum of edits in forwards.
         """
         num_new = self.num_writes - self._num_compared
         found = self._num_steps, self._has_edits, num_new, self._checksum

@@ -474,12 +474,12 @@ class _Toggling(Net):
 
 _TEXTS = {
     "forward": (
-        "parameters can't be registered anew inside the forward of unit '_Toggling', which shows "
-        "its full parameters already. Do it before or after the call of the model."
+        "register_flat_param and register_orig_params can't run inside the forward of unit "
+        "'_Toggling', which shows its full parameters already. Do it before or after the call of the model."
     ),
     "backward": (
-        "parameters can't be registered anew inside a backward pass. Do it after backward() has "
-        "returned; gradients are complete only then."
+        "register_flat_param and register_orig_params can't run inside a backward pass. Do it after "
+        "backward() has returned; gradients are complete only then."
     ),
 }
 
