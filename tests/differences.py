@@ -439,7 +439,22 @@ def _no_norm(run: Run) -> None:
     _first(run).grad.norm()
 
 
+def _product(*params: Tensor) -> Tensor:
+    """Multiply matrices at rest, which are gathered."""
+    return torch.linalg.multi_dot([param.detach() for param in params])
+
+
+def _scaled_column(param: Tensor) -> None:
+    param.detach()[:, 0].mul_(1.0)
+
+
 _CALLS: dict[str, Callable[[Run], object]] = {
+    "product_at_rest": lambda run: _product(*_params(run)[:3:2]),
+    "column_at_rest": lambda run: _scaled_column(_first(run)),
+    "largest_of_a_gradient": lambda run: _first(run).grad.flatten().topk(3),
+    "rows_at_rest": lambda run: _first(run).detach().norm(dim=1),
+    "dot_at_rest": lambda run: torch.dot(*[_first(run).detach().view(-1)] * 2),
+    "vector_at_rest": lambda run: nn.utils.parameters_to_vector(_params(run)).detach().sum(),
     "full_tensor": lambda run: _first(run).full_tensor(),
     "norm_of_a_parameter": lambda run: _first(run).detach().norm(),
     "sum_of_a_parameter": lambda run: _first(run).detach().sum(),
@@ -478,6 +493,22 @@ _PAIRS: dict[str, tuple[Callable[[Run], object], Callable[[Run], object]]] = {
     "full_tensors_of_other_sizes": (
         lambda run: _params(run)[1].full_tensor(),
         lambda run: _params(run)[0].full_tensor(),
+    ),
+    "products_of_others": (
+        lambda run: _product(*_params(run)[2:5:2]),
+        lambda run: _product(*_params(run)[:3:2]),
+    ),
+    "product_for_a_sum": (
+        lambda run: _product(*_params(run)[:3:2]),
+        lambda run: _first(run).detach().sum(),
+    ),
+    "columns_of_others": (
+        lambda run: _scaled_column(_params(run)[2]),
+        lambda run: _scaled_column(_first(run)),
+    ),
+    "dot_for_rows": (
+        lambda run: torch.dot(*[_first(run).detach().view(-1)] * 2),
+        lambda run: _first(run).detach().norm(dim=1),
     ),
     "clip_of_a_part": (
         lambda run: cs.clip_grad_norm_(_params(run)[:2], 1e9),

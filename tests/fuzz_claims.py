@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from random import Random
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.distributions import Independent, Normal
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import (
+    Block,
     ShardingStrategy,
     fully_shard,
     no_sync,
@@ -45,6 +47,7 @@ from composable_shard import (
 from tests.harness.helpers import Planned, RankError, run_ranks, shut_down_workers
 from tests.harness.poison import poisoned
 from tests.interrupts import Interrupter, OutOfStepError, are_all_at, without_lost_interrupts
+from tests.programs.at_rest import AT_REST
 from tests.programs.claims import (
     assert_close,
     is_refused,
@@ -73,6 +76,7 @@ FEATURES = {
     "rest": "losses of parameters at rest",
     "sharing": "gradients that parameters share, or that are parameters",
     "interrupt": "interrupts of a forward or backward at any line",
+    "at_rest": "operations on parameters and gradients at rest, under any cut",
 }
 #: What a program ends in that would train something unseen; it goes on with the remedy.
 REFUSALS = {
@@ -132,6 +136,7 @@ class Case:
     is_uneven: bool  # ranks use different parameters, whatever is checkpointed
     steps: list[tuple[str | None, list[Micro], str | None]]  # freeze or change, microbatches, zero
     surgery: tuple[int, str, int, bool] | None = None  # step, kind, block, whether it is refused
+    at_rest: list[list[str]] = field(default_factory=list)  # of each step, operations by name
 
     @property
     def has_buckets(self) -> bool:
@@ -142,6 +147,7 @@ class Case:
 
     def __str__(self) -> str:
         lines = [f"root: {self.has_root} {self.options}, surgery: {self.surgery}"]
+        lines.append(f"at rest: {self.at_rest}")
         lines += [f"block {i}: {block}" for i, block in enumerate(self.blocks)]
         for before, micros, zero in self.steps:
             lines.append(f"step: before={before} zero={zero}")
@@ -203,6 +209,12 @@ def _draw_unseen(random: Random, case: Case, features: set[str], is_double: bool
             lines = int(10 ** random.uniform(1, 3.7))
             drops = random.choice(["optimizer", "zeros", "module", "none"])
             micros.insert(0, Micro(fails="interrupt", fails_at=lines, drops=drops))
+    if "at_rest" in features and case.options["use_orig_params"]:
+        for _ in case.steps:
+            case.at_rest.append(random.choices(list(AT_REST), k=random.choice([0, 1, 3])))
+        units = [unit for plan in case.blocks for unit in (plan, *plan.inner)]
+        for options in (case.options, *(unit.options for unit in units)):
+            options["granularity"] = random.choice(["element", "element", "row", Block(4)])
 
 
 def _options(random: Random, shared: dict[str, Any]) -> dict[str, Any]:
@@ -755,12 +767,23 @@ def _run_beside_plain(case: Case) -> None:
         found = unsharded_gradients(sharded)
         for name, param in plain.named_parameters():
             assert_close(found[name], param.grad, f"step {number}: gradient of {name}")
+        _operate_at_rest(case.at_rest[number : number + 1], plain, sharded)
         for run in runs:
             run.optimizer.step()
             run.zero(zero)
         values = unsharded_values(sharded)
         for name, param in plain.named_parameters():
             assert_close(values[name], param.detach(), f"step {number}: parameter {name}")
+
+
+@torch.no_grad()
+def _operate_at_rest(steps: list[list[str]], *models: nn.Module) -> None:
+    """Run the operations of a step on parameters that have gradients in all models."""
+    found = [dict(model.named_parameters()) for model in models]
+    for operation in chain(*steps):
+        names = [name for name in found[0] if all(each[name].grad is not None for each in found)]
+        for params in found:
+            AT_REST[operation]({name: params[name] for name in names})
 
 
 def run_each_seed(first: int, end: int, features: set[str]) -> None:

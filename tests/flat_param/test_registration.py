@@ -475,11 +475,12 @@ class _Toggling(Net):
 _TEXTS = {
     "forward": (
         "register_flat_param and register_orig_params can't run inside the forward of unit "
-        "'_Toggling', which shows its full parameters already. Do it before or after the call of the model."
+        "'_Toggling', which shows its full parameters already. Do it before or after the call of "
+        "the model."
     ),
     "backward": (
-        "register_flat_param and register_orig_params can't run inside a backward pass. Do it after "
-        "backward() has returned; gradients are complete only then."
+        "register_flat_param and register_orig_params can't run inside a backward pass. Do it "
+        "after backward() has returned; gradients are complete only then."
     ),
 }
 

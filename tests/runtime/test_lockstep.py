@@ -33,6 +33,14 @@ from tests.harness.helpers import distributed
         ("swap_equal_units_without_a_root", "FULL_SHARD", ["'Linear', number 1", "number 2"]),
         ("skip_the_wide_unit", "SHARD_GRAD_OP", ["unit 'blocks.3'", "unit 'blocks.2'"]),
         ("full_tensor", "FULL_SHARD", ["full_tensor() of 'blocks.0.weight'", "forward gather"]),
+        ("product_at_rest", "FULL_SHARD", ["of 'blocks.0.weight', 'blocks.1.weight' (all_gather"]),
+        ("column_at_rest", "SHARD_OPTIM", ["full_tensor() of 'blocks.0.weight'"]),
+        ("rows_at_rest", "SHARD_GRAD_OP", ["aten.linalg_vector_norm"]),
+        ("largest_of_a_gradient", "FULL_SHARD", ["full_tensor() of 'blocks.0.weight'"]),
+        ("products_of_others", "FULL_SHARD", ["'blocks.0.weight', 'b", "'blocks.1.weight', 'b"]),
+        ("product_for_a_sum", "SHARD_GRAD_OP", ["whole values of", "aten.sum"]),
+        ("columns_of_others", "SHARD_OPTIM", ["'blocks.0.weight'", "'blocks.1.weight'"]),
+        ("dot_for_rows", "FULL_SHARD", ["aten.dot", "aten.linalg_vector_norm"]),
         ("divide_factor", "NO_SHARD", ["set_gradient_divide_factor(7.0) of unit 'Chain'"]),
         ("frozen_unit", "FULL_SHARD", ["unit 'blocks.1' set to [False, False]"]),
         ("save_checkpoint", "FULL_SHARD", ["save_checkpoint()"]),
@@ -41,7 +49,10 @@ from tests.harness.helpers import distributed
 def test_order_names_both_sides(
     monkeypatch: pytest.MonkeyPatch, name: str, strategy: str, sides: list[str]
 ) -> None:
-    """Order, Alone, Setters: before the group's timeout, where both wait for each other."""
+    """Order, Alone, Setters: before the group's timeout, where both wait for each other.
+
+    Operations at rest that gather or reduce are among them: one rank alone, or another operation.
+    """
     monkeypatch.setattr(helpers, "GRACE_S", 20)
     cell = differences.measure(name, strategy, timeout_s=20)
     assert cell.kind == "error", cell
