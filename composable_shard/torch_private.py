@@ -12,6 +12,7 @@ are asked in a row, `DisableTorchFunctionSubclass` is in force around all of the
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -134,6 +135,44 @@ pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tens
 saved_tensors_hooks_refusal: Callable[[], str | None] = (
     torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 )
+
+
+_DISABLE = "disable_saved_tensors_hooks"
+
+
+class GivingWay:
+    """Lets hooks on saved tensors be removed where torch is about to refuse any, as in torch.func.
+
+    Torch looks `disable_saved_tensors_hooks` up in its module each time. It is another function
+    while anything asks for that, and calls `run` first, on the thread that is about to refuse.
+    """
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+        self._num_asking = 0
+        self._lock = threading.Lock()
+        self._torchs: Callable[[str], AbstractContextManager[None]] | None = None
+
+    def begin(self) -> None:
+        """Run the function before torch refuses hooks, until `end`."""
+        with self._lock:
+            self._num_asking += 1
+            if self._torchs is None:
+                self._torchs = torch.autograd.graph.disable_saved_tensors_hooks
+                vars(torch.autograd.graph)[_DISABLE] = self._disable
+
+    def end(self) -> None:
+        """Undo one `begin`."""
+        with self._lock:
+            self._num_asking -= 1
+            if self._num_asking == 0 and self._torchs is not None:
+                vars(torch.autograd.graph)[_DISABLE] = self._torchs
+                self._torchs = None
+
+    def _disable(self, error_message: str) -> AbstractContextManager[None]:
+        torchs = self._torchs or torch.autograd.graph.disable_saved_tensors_hooks
+        self._run()
+        return torchs(error_message)
 
 
 def saved_tensors_hooks_in_force() -> list[tuple[Any, Any]]:

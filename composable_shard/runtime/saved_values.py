@@ -25,6 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from composable_shard.flat_param import LOCKED, FlatParamHandle
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
+    GivingWay,
     base_of,
     current_node,
     is_traceable_wrapper_subclass,
@@ -63,7 +64,7 @@ class SavedValues:
         others: The topmost hooks in force that are not of this class.
     """
 
-    __slots__ = ("_below", "_extents", "_known", "_name", "others")
+    __slots__ = ("_below", "_extents", "_has_left", "_known", "_name", "others")
 
     def __init__(
         self,
@@ -77,13 +78,27 @@ class SavedValues:
         self._known, self._name = known, name
         self._below, self.others = below, others
         self._extents = _extents_of(handles)
+        self._has_left = False
+        _giving_way.begin()
         push_saved_tensors_hooks(self._pack, self._unpack)
+
+    def leave(self) -> None:
+        """Note that the hooks were removed, and push none in later forwards: they were in the way.
+
+        The forward counts as one whose saved tensors were not inspected.
+        """
+        self._has_left = True
+        self._known.forget_hooks()
+        _giving_way.end()
 
     def end(self) -> None:
         """Remove the hooks, even from beneath others.
 
         A user's forward hooks may have pushed others, which they pop only after this.
         """
+        if self._has_left:
+            return
+        _giving_way.end()
         above: list[Hooks] = []
         while (top := top_saved_tensors_hooks(False)) is not None:
             pop_saved_tensors_hooks()
@@ -153,6 +168,18 @@ class SavedValues:
                     return True
         return False
 
+
+def _give_way() -> None:
+    """Remove this module's hooks from the top: torch is about to refuse any, as in `torch.func`."""
+    while (top := top_saved_tensors_hooks(False)) is not None:
+        hooks = getattr(top[0], "__self__", None)
+        if not isinstance(hooks, SavedValues):
+            return  # a user's, with which a plain model is refused, too
+        pop_saved_tensors_hooks()
+        hooks.leave()
+
+
+_giving_way = GivingWay(_give_way)
 
 never_compile(SavedValues._pack)
 never_compile(SavedValues._unpack)
@@ -256,6 +283,11 @@ class KnownForwards:
         if isinstance(error, RuntimeError) and is_refusal and _REFUSAL not in str(error):
             error.args = (f"{error}\nThis was raised in unit '{name}'. {_REFUSAL}",)
         self.refuses_hooks |= is_refusal
+
+    def forget_hooks(self) -> None:
+        """Note that the running call has lost its hooks; push none from then on."""
+        self.hooks = None
+        self.refuses_hooks = True
 
     def note_late_output(self, what: str) -> None:
         """Note what the last forward returned that may read values later."""

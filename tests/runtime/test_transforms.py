@@ -6,16 +6,29 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import disable_saved_tensors_hooks
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+from torch.func import (
+    functional_call,
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    vjp,
+    vmap,
+)
 
-from composable_shard import ShardingStrategy, get_handles, reshard
+from composable_shard import ShardingStrategy, fully_shard, get_handles, reshard
 from tests.harness.helpers import distributed
+from tests.harness.pairs import pairwise
 from tests.harness.poison import poisoned
 from tests.programs import claims
 from tests.programs.models import Layer, rank_input, shard_children, square_mean
@@ -149,30 +162,107 @@ class _TransformInside(nn.Module):
         return self.layer(x) + self.transform(self.energy, x).sum()
 
 
-def _train_after_a_refusal(model: nn.Module, number: int) -> None:
-    x = _inputs(number)
-    if number == 1 and isinstance(model, nn.Sequential):
-        frees = any(not handle.is_kept for handle in get_handles(model))
-        for name in [str(index) for index, _ in enumerate(model) if frees]:
-            text = rf"saved tensor hooks[^$]*in unit '{name}'[^$]*call the model again"
-            with pytest.raises(RuntimeError, match=text):
-                model(x)
-    model(x).square().mean().backward()
+def _train_with_transform(model: nn.Module, number: int) -> None:
+    model(_inputs(number)).square().mean().backward()
 
 
-@pytest.mark.parametrize("transform", [_grad, _grad_by_row, _jacrev])
-@claims.strategies
-@distributed(2)
+def _loss_by_chunks(energy: nn.Module, x: Tensor) -> Tensor:
+    """As liger's losses: gradients of a head's weight by chunks, in a function of autograd."""
+    return _ChunkedLoss.apply(x, energy.weight)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        chunk_loss = grad_and_value(lambda w, rows: torch.tanh(rows @ w.t()).sum(), argnums=(0, 1))
+        found = [chunk_loss(weight, rows) for rows in x.split(2)]
+        ctx.save_for_backward(
+            sum(by_weight for (by_weight, _), _ in found), torch.cat([by for (_, by), _ in found])
+        )
+        return torch.stack([loss for _, loss in found]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        by_weight, by_rows = ctx.saved_tensors
+        return gradient * by_rows, gradient * by_weight
+
+
+def _residual(energy: nn.Module, x: Tensor) -> Tensor:
+    """As physics-informed networks: derivatives of a network's functional form."""
+    params = dict(energy.named_parameters())
+
+    def at(params: dict[str, Tensor], point: Tensor) -> Tensor:
+        return torch.tanh(F.linear(point, params["weight"], params["bias"])).sum()
+
+    return vmap(grad(at, argnums=1), (None, 0))(params, x)
+
+
+def _tangent(energy: nn.Module, x: Tensor) -> Tensor:
+    return jvp(lambda v: torch.tanh(energy(v)), (x,), (torch.cos(x),))[1]
+
+
+def _product(energy: nn.Module, x: Tensor) -> Tensor:
+    out, pull = vjp(lambda w: torch.tanh(x @ w.t()), energy.weight)
+    return pull(torch.ones_like(out))[0]
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        transform=[_grad, _grad_by_row, _jacrev, _loss_by_chunks, _residual, _tangent, _product],
+        strategy=list(ShardingStrategy),
+        use_orig_params=[True, False],
+        accumulates=[True, False],
+        shard=[shard_children, fully_shard],
+    )
+)
+@distributed(1, 2)
 def test_c15_transform_inside_the_forward_of_a_unit(
-    transform: Transform, strategy: ShardingStrategy, use_orig_params: bool
+    transform: Transform,
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+    accumulates: bool,
+    shard: Any,
 ) -> None:
-    """C15: the first call says that the unit has given up its hooks; from then on it is right."""
+    """C15: the first call is right as the later ones are: the unit's hooks give way."""
+    _load_formulas()
+    before = torch.autograd.graph.disable_saved_tensors_hooks
     claims.assert_right(
         lambda: nn.Sequential(_TransformInside(transform), _TransformInside(transform)),
-        _train_after_a_refusal,
+        _train_with_transform,
+        shard=shard,
+        accumulates=accumulates,
         strategy=strategy,
         use_orig_params=use_orig_params,
     )
+    assert torch.autograd.graph.disable_saved_tensors_hooks is before
+
+
+@distributed(2)
+def test_c15_forward_that_fails_in_a_transform_leaves_no_hooks() -> None:
+    """C15: and the next one is right; a user's own hooks are refused as in a plain model."""
+
+    def fail(v: Tensor) -> Tensor:
+        raise LookupError("in a transform")
+
+    def program(model: nn.Module, number: int) -> None:
+        if number == 1:
+            own = [module for module in model.modules() if isinstance(module, _TransformInside)]
+            for module in own:
+                module.transform = lambda energy, x: grad(fail)(x)
+            with pytest.raises(LookupError):
+                model(_inputs(number))
+            for module in own:
+                module.transform = _grad
+            with pytest.raises(RuntimeError, match="saved tensor hooks"), save_on_cpu():
+                model(_inputs(number))
+        _train_with_transform(model, number)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+    before = torch.autograd.graph.disable_saved_tensors_hooks
+    claims.assert_right(
+        lambda: nn.Sequential(_TransformInside(_grad), _TransformInside(_grad)), program
+    )
+    assert torch.autograd.graph.disable_saved_tensors_hooks is before
 
 
 @claims.strategies
