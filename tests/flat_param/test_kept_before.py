@@ -52,12 +52,12 @@ class GroupedExperts(nn.Module):
         return mixed + self.experts[0](x)
 
 
-def _matrices(module: GroupedExperts) -> list[nn.Parameter]:
+def _kept_matrices(module: GroupedExperts) -> list[nn.Parameter]:
     return [expert.weight for expert in module.experts]
 
 
 def _closure_of(module: GroupedExperts) -> Callable[[], Any]:
-    weights = _matrices(module)
+    weights = _kept_matrices(module)
     return lambda: weights
 
 
@@ -65,12 +65,16 @@ def _closure_of(module: GroupedExperts) -> Callable[[], Any]:
 FOLLOWED = ["list", "list of all", "dict", "nested"]
 REFUSED = ["tuple", "set", "closure"]
 KEEPING: dict[str, Callable[[GroupedExperts], Any]] = {
-    "list": _matrices,
-    "list of all": lambda module: [*_matrices(module), module.scale, _matrices(module)[1]],
-    "dict": lambda module: {"up": _matrices(module)[:2], "down": _matrices(module)[2:]},
-    "nested": lambda module: {"up": [_matrices(module)[0]], 1: [*_matrices(module)[1:]]},
-    "tuple": lambda module: tuple(_matrices(module)),
-    "set": lambda module: {*_matrices(module)[:1]},
+    "list": _kept_matrices,
+    "list of all": lambda module: [
+        *_kept_matrices(module),
+        module.scale,
+        _kept_matrices(module)[1],
+    ],
+    "dict": lambda module: {"up": _kept_matrices(module)[:2], "down": _kept_matrices(module)[2:]},
+    "nested": lambda module: {"up": [_kept_matrices(module)[0]], 1: [*_kept_matrices(module)[1:]]},
+    "tuple": lambda module: tuple(_kept_matrices(module)),
+    "set": lambda module: {*_kept_matrices(module)[:1]},
     "closure": _closure_of,
 }
 

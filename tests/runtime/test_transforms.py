@@ -201,14 +201,22 @@ def _tangent(energy: nn.Module, x: Tensor) -> Tensor:
     return jvp(lambda v: torch.tanh(energy(v)), (x,), (torch.cos(x),))[1]
 
 
-def _product(energy: nn.Module, x: Tensor) -> Tensor:
+def _product_of_two(energy: nn.Module, x: Tensor) -> Tensor:
     out, pull = vjp(lambda w: torch.tanh(x @ w.t()), energy.weight)
     return pull(torch.ones_like(out))[0]
 
 
 @pytest.mark.parametrize(
     *pairwise(
-        transform=[_grad, _grad_by_row, _jacrev, _loss_by_chunks, _residual, _tangent, _product],
+        transform=[
+            _grad,
+            _grad_by_row,
+            _jacrev,
+            _loss_by_chunks,
+            _residual,
+            _tangent,
+            _product_of_two,
+        ],
         strategy=list(ShardingStrategy),
         use_orig_params=[True, False],
         accumulates=[True, False],
