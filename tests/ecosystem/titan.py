@@ -69,6 +69,9 @@ CASES = {
     "typed: replicas, checkpointed": TitanCase(2, 2, 1, is_checkpointed=True, **_TYPED),
     "typed: replicas, tensor parallel": TitanCase(2, 1, 2, **_TYPED),
     "typed: checkpointed, compiled, bf16": TitanCase(1, 4, 1, **_COMPILED, **_TYPED),
+    "typed: tensor parallel, checkpointed, compiled": TitanCase(
+        1, 2, 2, is_checkpointed=True, is_compiled=True, **_TYPED
+    ),
     "typed: experts": TitanCase(1, 4, 1, experts=1, **_TYPED),
     "typed: experts parallel": TitanCase(1, 4, 1, experts=2, **_TYPED),
     "typed: experts and tensor parallel": TitanCase(1, 2, 2, experts=2, **_TYPED),
