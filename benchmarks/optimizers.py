@@ -397,7 +397,9 @@ def _write_page(page: Path, cases: Sequence[Case], results: Results) -> None:
             columns[1].append(f"{name} ({row.nbytes / size:.2g})")
         else:
             columns[0].append(name)
-        if row.verdict != "right":
+        if row.verdict == "rounding":
+            reasons.append(f"- {case.name} amplifies rounding{_of_itself(row).replace(';', ':')}\n")
+        elif row.verdict != "right":
             reason = row.detail.split(". ")[0] + _of_itself(row)
             reasons.append(f"- {case.name}: {row.verdict}. {reason}\n")
     head = ["package", "right, gathers nothing", "right, gathers", "not right"]
