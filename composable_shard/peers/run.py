@@ -83,6 +83,7 @@ class PeerRun:
         optimizers: By name; one alone is "".
         schedulers: Likewise.
         scaler: State of a gradient scaler.
+        generators: Files with the states of random number generators, by rank.
         left: Names of what is in the files and is not in the fields above.
         notes: What was decided about names and values, as sentences.
     """
@@ -96,6 +97,7 @@ class PeerRun:
     optimizers: dict[str, PeerOptimizer] = field(default_factory=dict)
     schedulers: dict[str, Any] = field(default_factory=dict)
     scaler: Any = None
+    generators: dict[int, Path] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
