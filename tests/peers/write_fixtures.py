@@ -1,7 +1,8 @@
 """Write the fixtures anew, by the libraries themselves: `python -m tests.peers.write_fixtures`.
 
-Needs the extra `test-ecosystem`. Each run takes three steps on two ranks of the CPU, saves, and takes three more: the file
-`expected.pt` holds the parameters after them. Names of directories have the versions.
+Needs the extra `test-ecosystem`. Each run takes three steps on two ranks of the CPU, saves, and
+takes three more: the file `expected.pt` holds the parameters after them. Names of directories have
+the versions.
 """
 
 from __future__ import annotations
