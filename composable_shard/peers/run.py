@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +134,8 @@ def without_inert(value: Any, path: str, left: list[str]) -> Any:
         left.append(f"{path} (a {value.origin})")
         return None
     if isinstance(value, dict):
-        return {key: without_inert(each, f"{path}.{key}", left) for key, each in value.items()}
+        inside = {key: without_inert(each, f"{path}.{key}", left) for key, each in value.items()}
+        return Counter(inside) if isinstance(value, Counter) else inside
     if isinstance(value, list | tuple):
         kind = tuple if isinstance(value, tuple) else list
         return kind(without_inert(each, f"{path}.{i}", left) for i, each in enumerate(value))

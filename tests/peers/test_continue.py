@@ -159,6 +159,30 @@ def test_file_of_torch_save_continues(name: str, world_size: int, tolerance: flo
     assert loaded.left == ("epoch",)
 
 
+def test_milestones_of_a_scheduler_are_counted_still(tmp_path: Path) -> None:
+    """Its `Counter` became a plain dict, which has no elements()."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5], 0.5)
+
+    kinds = ("model", "optimizer", "scheduler")
+    saved, loaded = make(), make()
+    saved[1].step()
+    saved[2].step()
+    torch.save({k: each.state_dict() for k, each in zip(kinds, saved, strict=True)}, tmp_path / "x")
+    load_checkpoint(tmp_path / "x", *loaded[:2], scheduler=loaded[2])
+    assert loaded[2].milestones == saved[2].milestones
+    assert list(loaded[2].milestones.elements()) == [2, 2, 5]
+    rates = []
+    for each in (saved, loaded):
+        each[1].step()
+        each[2].step()
+        rates.append(each[2].get_last_lr())
+    assert rates == [[0.25], [0.25]]
+
+
 def test_accelerates_directory_continues() -> None:
     """`Accelerator.save_state`, whose safetensors have one name of tied weights."""
     loaded = assert_continues("state-accelerate", 2, 0)
