@@ -97,11 +97,18 @@ def convert(
             opened = PeerReader(named_by_order(opened.run))
         reader = stack.enter_context(opened)
         left = [] if reader.metadata.tree.get("extra") is None else ["extra"]
+        left += ["rng"] if _has_generators(reader) else []
         left += reader.left if isinstance(reader, PeerReader) else []
         if to == "safetensors":
             _write_files(goal, read_model(reader, with_ties=False), max_nbytes)
             return left + [kind for kind in _KINDS if reader.metadata.tree.get(kind)]
         return left + _write_run(goal, reader, to, reader.metadata.step if step is None else step)
+
+
+def _has_generators(reader: TensorReader) -> bool:
+    if isinstance(reader, PeerReader):
+        return bool(reader.run.generators)
+    return bool(tensors_of(reader, "rng"))
 
 
 def _check_target(path: Path, goal: Path, to: str) -> None:
@@ -253,6 +260,8 @@ def _describe_peer(reader: PeerReader, *, lists_tensors: bool) -> Iterator[str]:
     for what in ("scheduler", "scaler"):
         if reader.metadata.tree[what]:
             yield f"a {what}"
+    if run.generators:
+        yield f"random number generators of {len(run.generators)} ranks"
     for text in run.notes:
         yield f"note: {text}"
     if reader.left:

@@ -48,7 +48,7 @@ from composable_shard.checkpoint.run_state import (
 )
 from composable_shard.comm import HostGroup
 from composable_shard.options import StateDictOptions, check_path_order
-from composable_shard.peers import OwnGroup, Rename, named_as, open_run
+from composable_shard.peers import OwnGroup, Rename, named_as, open_run, read_generators
 from composable_shard.state_dict import (
     canonical,
     check_values,
@@ -209,6 +209,8 @@ def _told(
     if not isinstance(reader, PeerReader):
         return loaded
     run = reader.run
+    if run.generators and not loaded.is_rng_restored:
+        left.append("rng")
     return replace(
         loaded,
         kind=run.kind,
@@ -329,6 +331,13 @@ def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:
 
 
 def _read_rng_state(reader: TensorReader, group: HostGroup) -> dict[str, Any] | None:
+    if isinstance(reader, PeerReader):
+        files = reader.run.generators
+        is_of_as_many = sorted(files) == list(range(group.size))
+        states = read_generators(files[group.rank]) if is_of_as_many else None
+        if states is not None:
+            check_rng_state(states)
+        return states
     name = rng_name(group.rank)
     # A converted checkpoint has none.
     if reader.metadata.world_size != group.size or name not in reader.metadata.tensors:

@@ -4,6 +4,7 @@ Read `run`, `tensors` and `pickles` first; each format has a module of its own. 
 tensor is read here.
 """
 
+from composable_shard.peers.companions import read_generators
 from composable_shard.peers.formats import open_run
 from composable_shard.peers.naming import OwnGroup, Rename, named_as, named_by_order
 from composable_shard.peers.run import PeerRun, without_inert

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from composable_shard.peers.companions import read_companions
 from composable_shard.peers.pickles import Inert, read_pickle
 from composable_shard.peers.run import PeerOptimizer, PeerRun, by_name
 from composable_shard.peers.tensors import PeerTensor, Span, boxed
@@ -28,6 +29,7 @@ _SCHEDULERS = ("lr_scheduler", "scheduler", "lr_schedulers")
 _SCALERS = ("scaler", "grad_scaler")
 _STEPS = ("step", "global_step", "iteration")
 _FLAT = ("state", "param_groups")
+_WRITER = re.compile(r"__(\d+)_")  # the rank in a file's name
 
 
 def detect(path: Path) -> bool:
@@ -64,11 +66,7 @@ def _read_parts(path: Path) -> PeerRun:
     run = _sorted_out(path, joined)
     run.kind = "accelerate, FSDP's sharded state dicts"
     run.world_size = ranks
-    scheduler = path / "scheduler.bin"
-    if scheduler.is_file():
-        run.schedulers[""] = read_torch_file(scheduler)
-    used = {*_parts_of(path), scheduler}
-    run.left += sorted(each.name for each in path.iterdir() if each not in used)
+    read_companions(run, set(_parts_of(path)))
     return run
 
 
@@ -111,7 +109,7 @@ def _read_tree(path: Path) -> tuple[dict[str, Any], int]:
         for step in outer:
             place = place.setdefault(step, {})
         place[last] = value
-    writers = {name.partition("_")[2].partition("_")[0] for name, *_ in places.values()}
+    writers = {match[1] for name, *_ in places.values() if (match := _WRITER.match(name))}
     return _with_lists(nested), max(1, len(writers))
 
 

@@ -17,6 +17,7 @@ import io
 import pickle
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -246,6 +247,11 @@ class _Dict(dict[Any, Any]):
         pass
 
 
+def _counter(counts: Any = ()) -> Counter[Any]:
+    """Return the milestones of a scheduler, for example."""
+    return Counter({key: int(each) for key, each in dict(counts).items()})
+
+
 def _size(sizes: Iterable[int] = ()) -> torch.Size:
     return torch.Size(int(each) for each in sizes)
 
@@ -283,7 +289,7 @@ _ALLOWED: dict[str, Any] = {
     **{f"__builtin__.{name}": value for name, value in _BUILTINS.items()},
     "collections.OrderedDict": _Dict,
     "collections.defaultdict": _Dict,
-    "collections.Counter": _Dict,
+    "collections.Counter": _StandIn(_counter),
     "_codecs.encode": _StandIn(_encoded),
     "copyreg._reconstructor": _StandIn(_new_object),
     "copyreg.__newobj__": _StandIn(_new_object),

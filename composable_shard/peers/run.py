@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,7 @@ class PeerRun:
         optimizers: By name; one alone is "".
         schedulers: Likewise.
         scaler: State of a gradient scaler.
+        generators: Files with the states of random number generators, by rank.
         left: Names of what is in the files and is not in the fields above.
         notes: What was decided about names and values, as sentences.
     """
@@ -96,6 +98,7 @@ class PeerRun:
     optimizers: dict[str, PeerOptimizer] = field(default_factory=dict)
     schedulers: dict[str, Any] = field(default_factory=dict)
     scaler: Any = None
+    generators: dict[int, Path] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -131,7 +134,8 @@ def without_inert(value: Any, path: str, left: list[str]) -> Any:
         left.append(f"{path} (a {value.origin})")
         return None
     if isinstance(value, dict):
-        return {key: without_inert(each, f"{path}.{key}", left) for key, each in value.items()}
+        inside = {key: without_inert(each, f"{path}.{key}", left) for key, each in value.items()}
+        return Counter(inside) if isinstance(value, Counter) else inside
     if isinstance(value, list | tuple):
         kind = tuple if isinstance(value, tuple) else list
         return kind(without_inert(each, f"{path}.{i}", left) for i, each in enumerate(value))

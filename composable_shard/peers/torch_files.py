@@ -6,11 +6,11 @@ consolidated), Lightning's `.ckpt`, `Accelerator.save_state` and transformers' `
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from composable_shard.peers.companions import find_file, read_companions
 from composable_shard.peers.pickles import Inert
 from composable_shard.peers.run import PeerOptimizer, PeerRun, by_name
 from composable_shard.peers.safetensors_files import has_tensor_files, read_tensor_files
@@ -27,11 +27,10 @@ _SCALER = ("scaler", "grad_scaler", "scaler_state_dict")
 _STEP = ("global_step", "step", "global_steps", "iteration", "iter", "iter_num", "steps")
 
 # Files of a directory, in the order in which they are looked for.
-_MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin")
+_MODEL_FILES = (
+    *("pytorch_model.bin", "pytorch_model_fsdp.bin", "model.pt", "model.pth", "model.bin"),
+)
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
-_SCHEDULER_FILES = ("scheduler.pt", "scheduler.bin")
-_SCALER_FILES = ("scaler.pt",)
-_RNG = ("rng_state*.pth", "random_states_*.pkl")
 
 
 def detect_file(path: Path) -> bool:
@@ -90,8 +89,8 @@ def _is_model(found: Mapping[Any, Any]) -> bool:
 
 def detect_directory(path: Path) -> bool:
     """Return whether a directory has a model's file and an optimizer's, or a model's pickle."""
-    has_optimizer = _find(path, _OPTIMIZER_FILES) is not None
-    return has_optimizer or _find(path, _MODEL_FILES) is not None
+    has_optimizer = find_file(path, _OPTIMIZER_FILES) is not None
+    return has_optimizer or find_file(path, _MODEL_FILES) is not None
 
 
 def read_directory(path: Path) -> PeerRun:
@@ -104,7 +103,7 @@ def read_directory(path: Path) -> PeerRun:
         files = read_tensor_files(path)
         run.model, run.notes = files.model, files.notes
         used |= {each for each in path.glob("*.safetensors*")}
-    elif (file := _find(path, _MODEL_FILES)) is not None:
+    elif (file := find_file(path, _MODEL_FILES)) is not None:
         run.model = read_file(file).model
         used.add(file)
     else:
@@ -112,37 +111,8 @@ def read_directory(path: Path) -> PeerRun:
             f"expected a model beside the optimizer in {path}: model.safetensors or one of "
             f"{list(_MODEL_FILES)}"
         )
-    if (file := _find(path, _OPTIMIZER_FILES)) is not None:
+    if (file := find_file(path, _OPTIMIZER_FILES)) is not None:
         run.optimizers[""] = PeerOptimizer.parse(read_torch_file(file), str(file))
         used.add(file)
-    _read_rest(run, used)
+    read_companions(run, used)
     return run
-
-
-def _read_rest(run: PeerRun, used: set[Path]) -> None:
-    path = run.path
-    candidates = [path / name for name in _SCHEDULER_FILES]
-    # accelerate saves what was registered and not prepared under numbers.
-    candidates += sorted(path.glob("custom_checkpoint_*.pkl"))
-    for each in candidates:
-        if each.is_file() and not run.schedulers:
-            state = read_torch_file(each)
-            if isinstance(state, dict) and "last_epoch" in state:
-                run.schedulers[""] = state
-                used.add(each)
-    if (file := _find(path, _SCALER_FILES)) is not None:
-        run.scaler = read_torch_file(file)
-        used.add(file)
-    trainer = path / "trainer_state.json"
-    if trainer.is_file():
-        try:
-            run.step = int(json.loads(trainer.read_text(encoding="utf-8"))["global_step"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{trainer} is damaged: {error}") from error
-        used.add(trainer)
-    run.world_size = max([1, *(len(list(path.glob(each))) for each in _RNG)])
-    run.left += sorted(each.name for each in path.iterdir() if each not in used)
-
-
-def _find(path: Path, names: tuple[str, ...]) -> Path | None:
-    return next((path / name for name in names if (path / name).is_file()), None)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -156,10 +159,94 @@ def test_file_of_torch_save_continues(name: str, world_size: int, tolerance: flo
     assert loaded.left == ("epoch",)
 
 
+def test_milestones_of_a_scheduler_are_counted_still(tmp_path: Path) -> None:
+    """Its `Counter` became a plain dict, which has no elements()."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        return model, optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5], 0.5)
+
+    kinds = ("model", "optimizer", "scheduler")
+    saved, loaded = make(), make()
+    saved[1].step()
+    saved[2].step()
+    torch.save({k: each.state_dict() for k, each in zip(kinds, saved, strict=True)}, tmp_path / "x")
+    load_checkpoint(tmp_path / "x", *loaded[:2], scheduler=loaded[2])
+    assert loaded[2].milestones == saved[2].milestones
+    assert list(loaded[2].milestones.elements()) == [2, 2, 5]
+    rates = []
+    for each in (saved, loaded):
+        each[1].step()
+        each[2].step()
+        rates.append(each[2].get_last_lr())
+    assert rates == [[0.25], [0.25]]
+
+
 def test_accelerates_directory_continues() -> None:
     """`Accelerator.save_state`, whose safetensors have one name of tied weights."""
     loaded = assert_continues("state-accelerate", 2, 0)
-    assert "random_states_0.pkl" in loaded.left
+    assert {"scheduler", "rng"} <= set(loaded.taken)
+    assert loaded.left == ("expected.pt",)
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("name", ["fsdp-accelerate", "fsdp-full-accelerate"])
+def test_accelerates_directory_of_fsdp_continues(
+    name: str, world_size: int, tolerance: float
+) -> None:
+    """Directories of DCP, or files of torch.save with names of FSDP."""
+    loaded = assert_continues(name, world_size, tolerance, _TIED_NBYTES)
+    assert "scheduler" in loaded.taken
+    assert ("rng" in loaded.taken) == (world_size == 2)
+    assert loaded.left == (("expected.pt",) if world_size == 2 else ("rng", "expected.pt"))
+
+
+def test_trainers_files_beside_those_of_fsdp_are_taken(tmp_path: Path) -> None:
+    """`Trainer` with FSDP lets accelerate write, and names its own files otherwise."""
+    path = tmp_path / "checkpoint-3"
+    shutil.copytree(fixture("fsdp-accelerate"), path)
+    (path / "scheduler.bin").rename(path / "scheduler.pt")
+    (path / "trainer_state.json").write_text('{"global_step": 3}')
+    model = run.PeerModel()
+    optimizer = torch.optim.AdamW(run.two_groups(model), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.25)
+    loaded = load_checkpoint(path, model, optimizer, scheduler=scheduler)
+    assert (loaded.step, loaded.world_size, scheduler.last_epoch) == (3, 2, 3)
+    assert loaded.left == ("rng", "expected.pt")
+
+
+def load_generators(path: Path, kind: str) -> bool:
+    """Load a checkpoint; return whether each generator has the state of this rank's file."""
+    model = run.PeerModel()
+    groups = run.two_groups(model)
+    if "inner" in kind:
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        groups = _groups_of_trainer(model)
+    wrapped: nn.Module = nn.ModuleDict({"inner": model}) if "inner" in kind else model
+    loaded = load_checkpoint(path, wrapped, torch.optim.AdamW(groups, lr=1.0))
+    (file,) = path.glob(f"r*_state*_{torch.distributed.get_rank()}.p*")
+    saved = torch.load(file, weights_only=False)  # a fixture
+    python, torchs, numpys = (
+        ("random_state", "torch_manual_seed", "numpy_random_seed")
+        if "random_state" in saved
+        else ("python", "cpu", "numpy")
+    )
+    assert random.getstate() == saved[python]
+    assert_equal(torch.get_rng_state(), saved[torchs], "torch")
+    found = numpy.random.get_state(legacy=True)
+    assert [list(found[1]), *found[2:]] == [list(saved[numpys][1]), *saved[numpys][2:]]
+    return loaded.is_rng_restored
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("state-accelerate", ""), ("fsdp-accelerate", ""), ("trainer-transformers", "inner")],
+)
+def test_generators_go_on_on_each_rank(name: str, kind: str) -> None:
+    """Of Python, torch and numpy, from the file of the rank."""
+    path = fixture(name) / ("checkpoint-3" if kind else "")
+    assert run_ranks(2, load_generators, path, kind) == [True, True]
 
 
 def test_trainers_directory_continues() -> None:
@@ -181,7 +268,8 @@ def test_lightnings_file_continues() -> None:
 @pytest.mark.parametrize("name", ["fsdp2-torch", "fsdp1-torch", "titan-torch"])
 def test_directory_of_dcp_continues(name: str, world_size: int, tolerance: float) -> None:
     """Keys of torch's functions and of torchtitan, and boxes of rows and of flat ranges."""
-    assert assert_continues(name, world_size, tolerance, _TIED_NBYTES).step == 3
+    loaded = assert_continues(name, world_size, tolerance, _TIED_NBYTES)
+    assert (loaded.step, loaded.world_size) == (3, 2)
 
 
 def test_lightnings_directory_continues() -> None:

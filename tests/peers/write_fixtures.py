@@ -1,8 +1,8 @@
 """Write the fixtures anew, by the libraries themselves: `python -m tests.peers.write_fixtures`.
 
-Needs the extra `test-ecosystem`, and deepspeed and fairscale without their own dependencies on
-torch. Each run takes three steps on two ranks of the CPU, saves, and takes three more: the file
-`expected.pt` holds the parameters after them. Names of directories have the versions.
+Needs the extra `test-ecosystem`. Each run takes three steps on two ranks of the CPU, saves, and
+takes three more: the file `expected.pt` holds the parameters after them. Names of directories have
+the versions.
 """
 
 from __future__ import annotations
@@ -125,6 +125,32 @@ def write_accelerate(path: Path, rank: int) -> None:
     accelerator.save_state(str(path))
     run.take_steps(wrapped, optimizer, scheduler, 3, rank)
     _write_expected(path, rank, model.state_dict())
+
+
+def write_accelerate_fsdp(path: Path, rank: int, form: str) -> None:
+    """`Accelerator.save_state` with FSDP2, which accelerate itself starts on accelerators alone."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type=form, auto_wrap_policy="no_wrap", cpu_offload=False
+    )
+    PartialState().distributed_type = accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    model = run.make_peer_model()
+    optimizer = torch.optim.AdamW(run.two_groups(model), lr=run.LR)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    wrapped, optimizer = accelerator.prepare(model, optimizer)
+    accelerator._schedulers.append(scheduler)
+    run.take_steps(wrapped, optimizer, scheduler, 0, rank)
+    accelerator.save_state(str(path))
+    run.take_steps(wrapped, optimizer, scheduler, 3, rank)
+    values = {
+        name: each.full_tensor() if hasattr(each, "full_tensor") else each
+        for name, each in wrapped.state_dict().items()
+    }
+    _write_expected(path, rank, values)
 
 
 def write_trainer(path: Path, rank: int) -> None:
@@ -345,6 +371,8 @@ RUNS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
     "zero-torch": ("torch", write_torch, {"kind": "zero"}),
     "oss-fairscale": ("fairscale", write_torch, {"kind": "oss"}),
     "state-accelerate": ("accelerate", write_accelerate, {}),
+    "fsdp-accelerate": ("accelerate", write_accelerate_fsdp, {"form": "SHARDED_STATE_DICT"}),
+    "fsdp-full-accelerate": ("accelerate", write_accelerate_fsdp, {"form": "FULL_STATE_DICT"}),
     "trainer-transformers": ("transformers", write_trainer, {}),
     "fsdp2-torch": ("torch", write_dcp, {"kind": "fsdp2"}),
     "fsdp1-torch": ("torch", write_dcp, {"kind": "fsdp1"}),
