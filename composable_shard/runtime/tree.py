@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, getitem
+from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
@@ -114,6 +115,31 @@ def has_forward(module: nn.Module) -> bool:
     """Return whether calling `module` runs a forward, its own or its class's."""
     # torch.compile(module) has one as an attribute.
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def class_without_hooks(module: nn.Module) -> type | None:
+    """Return the class whose `__call__` runs no hooks of nn.Module, as gpytorch's; None without.
+
+    One that passes the call on runs them, and one without code to look at may.
+    """
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            return None
+        code = getattr(vars(kind).get("__call__"), "__code__", None)
+        if "__call__" not in vars(kind):
+            continue
+        names = set() if code is None else _names_in(code)
+        if "super" not in names:
+            return kind if code is not None and _PASSES_ON.isdisjoint(names) else None
+    return None
+
+
+_PASSES_ON = {"__call__", "_call_impl", "_wrapped_call_impl"}
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names, *(name for each in inner for name in _names_in(each))}
 
 
 def called_modules() -> Iterator[nn.Module]:
