@@ -148,6 +148,26 @@ def called_modules() -> Iterator[nn.Module]:
         yield call["self"]
 
 
+def find_reader(handle_ref: weakref.ref[FlatParamHandle]) -> str:
+    """Return which unit's running forward reads a parameter of a unit inside it, and what to do.
+
+    Empty if there is none: the unit itself runs, or only modules outside of all units do.
+    """
+    handle = handle_ref()
+    for module in called_modules():
+        state = read_state(module)
+        if handle is None or (state is not None and handle in state.needed):
+            return ""
+        if state is not None and handle in get_handles(module):
+            return (
+                f"The forward of '{state.name}' reads it, or calls a method or an inner layer of "
+                f"'{handle.name}', whose own call alone gathers it. Leave '{handle.name}' out of "
+                f"the units (no fully_shard, or the rule '{handle.name}': None), so that a unit "
+                "around both holds it."
+            )
+    return ""
+
+
 class ModuleTree:
     """The modules of a model, each once, in an order in which they can be made units."""
 

@@ -158,6 +158,102 @@ def test_parameters_in_a_store_are_refused_by_cause(
     assert_right(lambda: nn.Sequential(Stored(True), nn.Linear(DIM, DIM)), steps, **options)
 
 
+# --- units whose parent reads their parameters, or passes their call by ---
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.out(self.embed(x)))
+
+
+class Parent(nn.Module):
+    """Reaches into its first block in one of these ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending() for _ in range(3))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0]
+        if self.way == "reads before":
+            x = F.linear(x, first.out.weight)
+        elif self.way == "calls a layer":
+            x = first.norm(x)
+        elif self.way == "calls a method":
+            x = first.embed(x)
+        elif self.way == "calls forward":
+            x = first.forward(x)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, first.out.weight) if self.way == "reads after" else x
+
+
+class Grandparent(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.parent, self.head = Parent(way), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.parent(x))
+        return result
+
+
+WAYS = ["reads before", "calls a layer", "calls a method", "calls forward", "reads after"]
+UNITS = {"parent.blocks.1": {}, "parent.blocks.2": {}}
+
+
+@pytest.mark.parametrize(
+    *pairwise(
+        way=WAYS,
+        strategy=list(ShardingStrategy),
+        use_orig_params=[True, False],
+        is_parent_unit=[True, False],
+    )
+)
+@distributed(1, 2)
+def test_unit_that_its_parent_passes_by_is_named_with_the_remedy(
+    way: str, strategy: ShardingStrategy, use_orig_params: bool, is_parent_unit: bool
+) -> None:
+    """The first forward or its backward names the unit and the reader; without it all is right."""
+    options: dict[str, Any] = {"strategy": strategy, "use_orig_params": use_orig_params}
+    around: dict[str, Any] = {"parent": {}} if is_parent_unit else {}
+    model = Grandparent(way).double()
+    shard_model(model, {"parent.blocks.0": {}, **UNITS, **around}, **options)
+    reader = "parent" if is_parent_unit else "Grandparent"
+    text = rf"'parent\.blocks\.0\..*forward of '{reader}' reads it.* rule 'parent\.blocks\.0': None"
+    with pytest.raises(RuntimeError, match=text):
+        steps(model, 0)
+    rules = {"parent.blocks.0": None, **UNITS, **around}
+    assert_right(
+        lambda: Grandparent(way),
+        steps,
+        shard=lambda model, **options: shard_model(model, rules, **options),
+        **options,
+    )
+
+
+@distributed(1, 2)
+def test_module_outside_of_all_units_is_not_blamed() -> None:
+    """A loss module that reads a weight has no unit around both."""
+    model = fully_shard(nn.Sequential(nn.Linear(DIM, DIM)).double())
+
+    class _Penalty(nn.Module):
+        def forward(self, y: Tensor) -> Tensor:
+            return y.sum() + (model[0].weight @ torch.ones(DIM, 1, dtype=y.dtype)).sum()
+
+    with pytest.raises(RuntimeError, match="only the forward of its unit gives") as error:
+        _Penalty()(model(_batch(0)))
+    assert "Leave" not in str(error.value)
+
+
 # --- what is computed outside of the forward ---
 
 
