@@ -104,7 +104,7 @@ GOALS = {
 REACHED = {
     "lines of the core": 22_800,
     "lines of all": 35_600,
-    "lines of the longest module": 620,
+    "lines of the longest module": 625,
     "quick start: statements": 4_500,
     "warm step: functions": 188,
     "stack reads": 5,
