@@ -38,6 +38,7 @@ from composable_shard.options import (
 )
 from composable_shard.runtime import (
     check_can_broadcast,
+    class_without_hooks,
     find_applied,
     has_forward,
     iter_unmanaged_modules,
@@ -314,6 +315,13 @@ def _check_modules(modules: list[nn.Module]) -> None:
                 f"{kind} has no forward, so its unit would never be gathered. Pass the modules in "
                 "it: `for child in container: fully_shard(child)`, or "
                 "`fully_shard(list(container))` to make them one unit."
+            )
+        if (owner := class_without_hooks(module)) is not None:
+            raise NotImplementedError(
+                f"{kind} can't be a unit: {owner.__qualname__}.__call__ does not call "
+                "nn.Module's, so its calls run no hooks and would never gather the unit. Call "
+                "fully_shard on a module around it, whose forward calls it, or call "
+                "super().__call__ there."
             )
         for name, child in module.named_modules():
             if isinstance(child, (FSDPModule, FullyShardedDataParallel)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.layout import FlatLayout
-from composable_shard.options import HIDDEN, KEPT
+from composable_shard.options import HIDDEN
 from composable_shard.tensor import (
     DIRECT_OPS,
     FlatShard,
@@ -20,7 +20,7 @@ from composable_shard.tensor import (
     ParamLabel,
     ShardSpec,
     WriteGuard,
-    is_full_shown,
+    explain_read,
     rebind,
 )
 from composable_shard.torch_private import (
@@ -451,7 +451,7 @@ class _HiddenShard(FlatShard):
         hidden = next(item for item in flat if isinstance(item, _HiddenShard))
         raise RuntimeError(
             f"parameter '{hidden._shard_spec.label}' has no values of its own: {hidden._reason} "
-            f"{KEPT if is_full_shown(hidden) else HIDDEN}{hidden._shard_spec.label.late_remedy}"
+            f"{explain_read(hidden) or HIDDEN}{hidden._shard_spec.label.late_remedy}"
         )
 
     @property

@@ -108,6 +108,12 @@ class Aliases:
                 "module) before, or set the gradient after reshard(module)."
             )
 
+    def check_can_copy(self, param: Any) -> None:
+        """Check that the value of a parameter is there, for a copy that shares no memory."""
+        are_hidden = self.are_hidden
+        self.note_hidden(param)
+        self.are_hidden = are_hidden
+
     def note_hidden(self, param: UnshardedParameter) -> None:
         """Note that an alias of a parameter is taken; raise if its value is not there."""
         handle = self.handle()
@@ -244,11 +250,17 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the values, or with its unit return the parameter that the copied unit will have."""
+        """Return a plain parameter with a copy of the values, which an optimizer may step.
+
+        With its unit: the parameter that the copied unit will have.
+        """
+        if id(self) in memo:
+            return memo[id(self)]
         handle = self.shard_aliases.handle()
-        if handle is None or id(handle) not in memo or id(self) in memo:
-            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
-        return _copy_unbuilt(self, memo)
+        if handle is not None and id(handle) in memo:
+            return _copy_unbuilt(self, memo)
+        memo[id(self)] = _plain(self)
+        return memo[id(self)]
 
 
 class NotBuiltParameter(UnshardedParameter):
@@ -344,7 +356,9 @@ class UnshardedDTensor(NeverStepped, DTensor):
         super().__setattr__(name, value)
 
 
-def _plain(param: Tensor) -> nn.Parameter:
+def _plain(param: UnshardedParameter | UnshardedDTensor) -> nn.Parameter:
+    """Return a plain parameter with a copy of the values; raise if they are not there."""
+    param.shard_aliases.check_can_copy(param)
     return nn.Parameter(Tensor.detach(param).clone(), is_trainable(param))
 
 

@@ -27,6 +27,7 @@ from composable_shard.runtime.tree import (
     attach_state,
     attach_unit,
     check_whole,
+    class_without_hooks,
     find_applied,
     first_names,
     get_handles,

@@ -26,6 +26,7 @@ from composable_shard.runtime.membership import has_other_units, renew_context, 
 from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.tree import (
+    find_reader,
     find_unmanaged,
     get_states,
     note_contents,
@@ -43,6 +44,7 @@ def attach_or_refresh(state: ShardState) -> None:
     """
     for handle in state.handles:
         if not handle.is_attached:
+            handle.guard.let_find_reader(partial(find_reader, weakref.ref(handle)))
             handle.attach(partial(on_gradient, state.ref), drop_gradient)
         handle.adopt_changes()
     for handle in state.borrowed:

@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, getitem
+from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
@@ -116,10 +117,55 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
+def class_without_hooks(module: nn.Module) -> type | None:
+    """Return the class whose `__call__` runs no hooks of nn.Module, as gpytorch's; None without.
+
+    One that passes the call on runs them, and one without code to look at may.
+    """
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            return None
+        code = getattr(vars(kind).get("__call__"), "__code__", None)
+        if "__call__" not in vars(kind):
+            continue
+        names = set() if code is None else _names_in(code)
+        if "super" not in names:
+            return kind if code is not None and _PASSES_ON.isdisjoint(names) else None
+    return None
+
+
+_PASSES_ON = {"__call__", "_call_impl", "_wrapped_call_impl"}
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names, *(name for each in inner for name in _names_in(each))}
+
+
 def called_modules() -> Iterator[nn.Module]:
     """Yield the modules whose calls are on this thread's stack, innermost first, each call once."""
     for call in running("torch.nn.modules.module", "_wrapped_call_impl"):
         yield call["self"]
+
+
+def find_reader(handle_ref: weakref.ref[FlatParamHandle]) -> str:
+    """Return which unit's running forward reads a parameter of a unit inside it, and what to do.
+
+    Empty if there is none: the unit itself runs, or only modules outside of all units do.
+    """
+    handle = handle_ref()
+    for module in called_modules():
+        state = read_state(module)
+        if handle is None or (state is not None and handle in state.needed):
+            return ""
+        if state is not None and handle in get_handles(module):
+            return (
+                f"The forward of '{state.name}' reads it, or calls a method or an inner layer of "
+                f"'{handle.name}', whose own call alone gathers it. Leave '{handle.name}' out of "
+                f"the units (no fully_shard, or the rule '{handle.name}': None), so that a unit "
+                "around both holds it."
+            )
+    return ""
 
 
 class ModuleTree:

@@ -10,7 +10,7 @@ from composable_shard.tensor.flat_shard import (
     DTensorSlots,
     FlatShard,
     FlatShardOfDTensor,
-    is_full_shown,
+    explain_read,
     is_owned_by_other_rank,
     is_trainable,
     kind_of,

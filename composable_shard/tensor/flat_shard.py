@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import enable_reentrant_dispatch
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
-from composable_shard.options import AT_REST, IN_GRAPH, KEPT, SAVE
+from composable_shard.options import AT_REST, IN_GRAPH, SAVE
 from composable_shard.tensor.owned_numbers import OwnedNumber
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole
 from composable_shard.tensor.safetensors_rows import RowCheckpointable
@@ -202,7 +202,7 @@ class FlatShard(RowCheckpointable):
         records, a backward that reaches the result from a trainable parameter raises.
         """
         if is_trainable(self) and _grad_enabled():
-            remedy = KEPT if is_full_shown(self) else AT_REST
+            remedy = explain_read(self) or AT_REST
             text = f"a backward reached parameter '{self._shard_spec.label}' at rest. {remedy}"
             apply: Callable[..., Tensor] = Unreachable.apply
             return apply(self, lambda: self.gathered().data, text)
@@ -375,7 +375,7 @@ def _refuse_gradients(func: OpOverload, args: tuple[Any, ...]) -> bool:
                 if node is not None:  # the op is differentiable
                     # A hook on the parameter would stay; the node lives only as long as its graph.
                     accumulate = node.next_functions[0][0]
-                    remedy = KEPT if is_full_shown(shard) else AT_REST
+                    remedy = explain_read(shard) or AT_REST
                     accumulate.register_prehook(partial(_refuse, shard._shard_spec, remedy))
     return is_trained
 
@@ -403,15 +403,14 @@ def _refuse(spec: ShardSpec, remedy: str, _: Any) -> NoReturn:
 def _remedy_of(args: tuple[Any, ...]) -> str:
     """Return what to do where an operation reads shards while autograd records."""
     shards = [each for each in args if isinstance(each, FlatShard)]
-    if any(is_full_shown(shard) for shard in shards):
-        return KEPT
+    cause = next(filter(None, map(explain_read, shards)), IN_GRAPH)
     late = (shard._shard_spec.label.late_remedy for shard in shards)
-    return IN_GRAPH + next(filter(None, late), "")
+    return cause + next(filter(None, late), "")
 
 
-def is_full_shown(shard: FlatShard) -> bool:
-    """Return whether modules show the full parameter instead, as in the forward of its unit."""
-    return shard._guard is not None and shard._guard.shows_full()
+def explain_read(shard: FlatShard) -> str:
+    """Return what to do if a program reads a shard now in a graph; empty: nothing special."""
+    return "" if shard._guard is None else shard._guard.explain_read()
 
 
 def is_owned_by_other_rank(tensor: Tensor) -> bool:

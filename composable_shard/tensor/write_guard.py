@@ -9,6 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from composable_shard.options import KEPT
 from composable_shard.torch_private import current_backward_id
 
 _MAX_READS = 4  # noted copies; before a further one the oldest is waited for
@@ -74,6 +75,7 @@ class WriteGuard:
         "_ask_shown",
         "_at_write",
         "_checksum",
+        "_find_reader",
         "_has_edits",
         "_last_writer",
         "_num_compared",
@@ -99,6 +101,7 @@ class WriteGuard:
         self.is_in_scope = False
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
         self.may_have_hooks = True  # hooks that see final gradients, as far as the owner knows
+        self._find_reader: Callable[[], str] = str
         self._ask_shown: Callable[[], Callable[[], bool] | None] = _no_one
         self.owner = owner  # the handle; a unit that shares a parameter finds it here
 
@@ -106,10 +109,14 @@ class WriteGuard:
         """Choose who says whether modules show the full parameters."""
         self._ask_shown = ask
 
-    def shows_full(self) -> bool:
-        """Return whether modules show the full parameters, and not the shards."""
+    def let_find_reader(self, find: Callable[[], str]) -> None:
+        """Choose who says which other unit's forward reads shards at rest, and what to do."""
+        self._find_reader = find
+
+    def explain_read(self) -> str:
+        """Return what to do if a program reads a shard now in a graph; empty: nothing special."""
         ask = self._ask_shown()
-        return ask is not None and ask()
+        return KEPT if ask is not None and ask() else self._find_reader()
 
     def __deepcopy__(self, memo: object) -> None:
         """Return None: a copy belongs to no handle."""

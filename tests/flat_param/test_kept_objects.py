@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -330,3 +332,92 @@ def test_kept_tensor_parallel_parameters_follow_a_scope(strategy: ShardingStrate
             kept[0].mul_(2)
             torch.testing.assert_close(model(x), 2 * plain(x))
         torch.testing.assert_close(model(x), 2 * plain(x))
+
+
+def _pickled(param: Any) -> Any:
+    return pickle.loads(pickle.dumps(param))
+
+
+def _saved_by_torch(param: Any) -> Any:
+    file = io.BytesIO()
+    torch.save({"kept": param}, file)
+    file.seek(0)
+    return torch.load(file)["kept"]
+
+
+def _copied_in_a_list(param: Any) -> Any:
+    return copy.deepcopy([param, param])[1]
+
+
+COPIES = [_pickled, _saved_by_torch, copy.copy, copy.deepcopy, _copied_in_a_list]
+
+
+def _values_now(model: nn.Module) -> Tensor:
+    weight = model.body[0].layers[0].weight
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight.detach().clone()
+
+
+@pytest.mark.parametrize(
+    *pairwise(make=COPIES, strategy=list(ShardingStrategy), use_orig_params=[True, False])
+)
+@distributed(1, 2)
+def test_copies_of_kept_parameters_are_plain_ones(
+    make: Callable[[Any], Any], strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Where the values are there, in a scope too: they stay, and an optimizer steps them."""
+    torch.manual_seed(0)
+    model = CollectingModel().double()
+    expected = model.body[0].layers[0].weight.detach().clone()
+    _shard_collecting(model, strategy=strategy, use_orig_params=use_orig_params)
+    _collecting_loss(model, 0).backward()
+    unshard(model, recurse=True)
+    twins = [make(model.body[0].weights[0])]
+    reshard(model, recurse=True)
+    with unshard_params(model), torch.no_grad():
+        model.body[0].weights[0].mul_(2)
+        twins.append(make(model.body[0].weights[0]))
+    for twin, value in zip(twins, [expected, expected * 2], strict=True):
+        assert type(twin) is nn.Parameter
+        torch.testing.assert_close(twin.detach(), value, rtol=0, atol=0)
+        twin.grad = torch.ones_like(twin)
+        torch.optim.SGD([twin], lr=1.0).step()
+        torch.testing.assert_close(twin.detach(), value - 1, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    *pairwise(make=COPIES, strategy=list(ShardingStrategy), is_written=[True, False])
+)
+@distributed(2)
+def test_copies_of_kept_parameters_are_never_of_old_values(
+    make: Callable[[Any], Any], strategy: ShardingStrategy, is_written: bool
+) -> None:
+    """They are those of the parameter now, or the copy raises: the unit has freed them."""
+    model = CollectingModel().double()
+    _shard_collecting(model, strategy=strategy)
+    _collecting_loss(model, 0).backward()
+    if is_written:
+        torch.optim.SGD(model.parameters(), lr=0.5).step()
+    keeps = strategy is ShardingStrategy.NO_SHARD or not (
+        is_written or strategy is ShardingStrategy.FULL_SHARD
+    )
+    if not keeps:
+        with pytest.raises(RuntimeError, match="the full value of parameter 'body"):
+            make(model.body[0].weights[0])
+    else:
+        found, expected = make(model.body[0].weights[0]), _values_now(model)
+        torch.testing.assert_close(found.detach(), expected, rtol=0, atol=0)
+    _collecting_loss(model, 1).backward()
+
+
+@distributed(1, 2)
+def test_copying_kept_parameters_leaves_gradients_in_place() -> None:
+    """A pickle shares no memory: gradients may still take the place of values."""
+    model = CollectingModel().double()
+    _shard_collecting(model)
+    _collecting_loss(model, 0).backward()
+    unshard(model, recurse=True)
+    kept = model.body[0].weights[0]
+    for make in COPIES:
+        make(kept)
+    assert not kept.shard_aliases.are_hidden
+    reshard(model, recurse=True)
