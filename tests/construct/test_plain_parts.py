@@ -90,7 +90,7 @@ def annotate(block: Block, mesh: DeviceMesh) -> None:
             spmd.assert_type(param, {"dp": spmd.R, "tp": kinds[name]})
 
 
-def _batch(step: int, rank: int) -> Tensor:
+def _batch_of_rank(step: int, rank: int) -> Tensor:
     return torch.randn(4, _SIZE, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
@@ -99,7 +99,7 @@ def _plain_steps(num_ranks: int) -> tuple[Block, list[float]]:
     model, norms = Block(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for step in range(3):
-        losses = [model(_batch(step, rank)).square().mean() for rank in range(num_ranks)]
+        losses = [model(_batch_of_rank(step, rank)).square().mean() for rank in range(num_ranks)]
         torch.stack(losses).mean().backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
@@ -130,7 +130,7 @@ def test_parts_train_as_the_whole_model_does(strategy: ShardingStrategy, granula
     assert model.up.shape == (2 * _SIZE, _SIZE)
     optimizer, norms = torch.optim.AdamW(model.parameters(), lr=0.1), []
     for step in range(3):
-        model(_batch(step, mesh.get_local_rank("dp"))).square().mean().backward()
+        model(_batch_of_rank(step, mesh.get_local_rank("dp"))).square().mean().backward()
         assert isinstance(model.up.grad, FlatShard)
         norms.append(clip_grad_norm_(model, 1.0).item())
         optimizer.step()
@@ -158,9 +158,9 @@ def test_gradients_add_up_over_backwards() -> None:
     model, expected = _sharded(mesh), Block()
     for half in range(2):
         model.set_requires_gradient_sync(half == 1)
-        model(_batch(half, mesh.get_local_rank("dp"))).square().mean().backward()
+        model(_batch_of_rank(half, mesh.get_local_rank("dp"))).square().mean().backward()
         torch.stack(
-            [expected(_batch(half, rank)).square().mean() for rank in (0, 1)]
+            [expected(_batch_of_rank(half, rank)).square().mean() for rank in (0, 1)]
         ).mean().backward()
     for name, param in model.named_parameters():
         found = param.grad.full_tensor()
@@ -172,7 +172,7 @@ def save_parts(path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = _sharded(mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(_batch(0, mesh.get_local_rank("dp"))).square().mean().backward()
+    model(_batch_of_rank(0, mesh.get_local_rank("dp"))).square().mean().backward()
     optimizer.step()
     save_checkpoint(path, model, optimizer, step=1)
 
@@ -184,7 +184,7 @@ def load_whole(path: Path) -> dict[str, Tensor]:
     load_checkpoint(path, model, optimizer)
     for step in (1, 2):
         optimizer.zero_grad()
-        model(_batch(step, dist.get_rank())).square().mean().backward()
+        model(_batch_of_rank(step, dist.get_rank())).square().mean().backward()
         optimizer.step()
     return _whole_values(model)
 
@@ -199,7 +199,7 @@ def test_checkpoint_of_parts_is_that_of_the_whole(tmp_path: Path) -> None:
     for step in range(3):
         optimizer.zero_grad()
         torch.stack(
-            [model(_batch(step, rank)).square().mean() for rank in (0, 1)]
+            [model(_batch_of_rank(step, rank)).square().mean() for rank in (0, 1)]
         ).mean().backward()
         optimizer.step()
     torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-5, atol=1e-5)
@@ -259,7 +259,7 @@ def test_parameters_with_a_mesh_of_their_own() -> None:
     fsdp2.fully_shard(model, mesh=mesh["all"], shard_placement_fn=place)
     assert {handle.shard_group.size for handle in get_handles(model.own)} == {1}
     for each in (model, expected):
-        each(_batch(0, dist.get_rank())).square().mean().backward()
+        each(_batch_of_rank(0, dist.get_rank())).square().mean().backward()
     for name, param in expected.named_parameters():
         if name.startswith("shared"):
             dist.all_reduce(param.grad)
