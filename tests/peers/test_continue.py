@@ -308,6 +308,26 @@ def test_deepspeeds_universal_checkpoint_continues(
     assert assert_continues(f"{name}-deepspeed/universal", world_size, tolerance).step == 3
 
 
+def test_deepspeeds_elastic_checkpoint_says_that_it_has_no_options() -> None:
+    """Its files have the state alone: the learning rate stays, and the result says so."""
+    model, before = run.PeerModel(), run.make_peer_model()
+    optimizer = torch.optim.AdamW(run.two_groups(model), lr=1.0)
+    loaded = load_checkpoint(fixture("elastic-deepspeed"), model, optimizer)
+    assert any("do not say the options of 2 groups" in each for each in loaded.notes)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 1.0]
+    assert optimizer.state[model.up.weight]["step"].item() == 3
+    assert not torch.equal(model.up.weight, before.up.weight)
+    expected = _loaded_values("stage1-fp32-deepspeed")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+def _loaded_values(name: str) -> dict[str, torch.Tensor]:
+    model = run.PeerModel()
+    load_checkpoint(fixture(name), model)
+    return model.state_dict()
+
+
 @pytest.mark.parametrize("name", ["stage1-fp16", "stage3-fp16"])
 def test_deepspeeds_loss_scale_is_taken(name: str) -> None:
     """Its dynamic scale goes on as that of a GradScaler."""
