@@ -160,7 +160,7 @@ class _Files:
         found = self._main.get("optimizer")
         if not isinstance(found, Mapping):
             return
-        if "fp32_groups_flat" in found:
+        if "fp32_groups_flat" in found or "fp32_groups" in found:
             self._read_flat(run, found)
             return
         # Counted as by torch, over the parameters in the order of the optimizer's groups.

@@ -322,6 +322,22 @@ def test_deepspeeds_elastic_checkpoint_says_that_it_has_no_options() -> None:
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("key", ["fp32_groups", "fp32_groups_flat"])
+def test_deepspeeds_16_bit_weights_without_zero_are_refused(key: str, tmp_path: Path) -> None:
+    """Its files number the master weights, and have no names for the numbers."""
+    weight = torch.ones(2, 2)
+    optimizer = {
+        "optimizer_state_dict": {"state": {0: {"exp_avg": weight}}, "param_groups": []},
+        key: [[weight]],
+    }
+    main = {"module": {"weight": weight.bfloat16()}, "param_shapes": None, "optimizer": optimizer}
+    (tmp_path / "global_step3").mkdir()
+    torch.save(main, tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
+    (tmp_path / "latest").write_text("global_step3")
+    with pytest.raises(ValueError, match=r"does not say the names.*save with ZeRO stage 1"):
+        load_checkpoint(tmp_path, nn.Linear(2, 2, bias=False))
+
+
 def _loaded_values(name: str) -> dict[str, torch.Tensor]:
     model = run.PeerModel()
     load_checkpoint(fixture(name), model)
