@@ -160,7 +160,7 @@ class _Files:
         found = self._main.get("optimizer")
         if not isinstance(found, Mapping):
             return
-        if "fp32_groups_flat" in found:
+        if "fp32_groups_flat" in found or "fp32_groups" in found:
             self._read_flat(run, found)
             return
         # Counted as by torch, over the parameters in the order of the optimizer's groups.
@@ -191,6 +191,11 @@ class _Files:
             for number, each in enumerate(self._optimizers)
         ]
         groups = _flat_groups(ranks[0].groups, shapes)
+        if all(group.keys() == {"params"} for group in groups):
+            run.notes.append(
+                f"the files do not say the options of {len(groups)} groups (lr, betas, ...): those "
+                "of the optimizer here stay"
+            )
         module: Mapping[str, Any] = self._main["module"]
         buffers = self._main.get("buffer_names") or []
         run.model = {name: module[name] for name in buffers if name in module}

@@ -308,6 +308,42 @@ def test_deepspeeds_universal_checkpoint_continues(
     assert assert_continues(f"{name}-deepspeed/universal", world_size, tolerance).step == 3
 
 
+def test_deepspeeds_elastic_checkpoint_says_that_it_has_no_options() -> None:
+    """Its files have the state alone: the learning rate stays, and the result says so."""
+    model, before = run.PeerModel(), run.make_peer_model()
+    optimizer = torch.optim.AdamW(run.two_groups(model), lr=1.0)
+    loaded = load_checkpoint(fixture("elastic-deepspeed"), model, optimizer)
+    assert any("do not say the options of 2 groups" in each for each in loaded.notes)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 1.0]
+    assert optimizer.state[model.up.weight]["step"].item() == 3
+    assert not torch.equal(model.up.weight, before.up.weight)
+    expected = _loaded_values("stage1-fp32-deepspeed")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("key", ["fp32_groups", "fp32_groups_flat"])
+def test_deepspeeds_16_bit_weights_without_zero_are_refused(key: str, tmp_path: Path) -> None:
+    """Its files number the master weights, and have no names for the numbers."""
+    weight = torch.ones(2, 2)
+    optimizer = {
+        "optimizer_state_dict": {"state": {0: {"exp_avg": weight}}, "param_groups": []},
+        key: [[weight]],
+    }
+    main = {"module": {"weight": weight.bfloat16()}, "param_shapes": None, "optimizer": optimizer}
+    (tmp_path / "global_step3").mkdir()
+    torch.save(main, tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
+    (tmp_path / "latest").write_text("global_step3")
+    with pytest.raises(ValueError, match=r"does not say the names.*save with ZeRO stage 1"):
+        load_checkpoint(tmp_path, nn.Linear(2, 2, bias=False))
+
+
+def _loaded_values(name: str) -> dict[str, torch.Tensor]:
+    model = run.PeerModel()
+    load_checkpoint(fixture(name), model)
+    return model.state_dict()
+
+
 @pytest.mark.parametrize("name", ["stage1-fp16", "stage3-fp16"])
 def test_deepspeeds_loss_scale_is_taken(name: str) -> None:
     """Its dynamic scale goes on as that of a GradScaler."""

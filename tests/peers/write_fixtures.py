@@ -294,9 +294,11 @@ def make_engine(
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
+    elastic = config.pop("elastic", False)
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "elastic_checkpoint": elastic}
     config |= {
         "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
     }  # fmt: skip
     if dtype != "fp32":
@@ -336,11 +338,17 @@ def engine_values(model: nn.Module, stage: int) -> dict[str, torch.Tensor]:
 
 
 def write_deepspeed(
-    path: Path, rank: int, stage: int, dtype: str = "fp32", *, universal: bool = False
+    path: Path,
+    rank: int,
+    stage: int,
+    dtype: str = "fp32",
+    *,
+    universal: bool = False,
+    elastic: bool = False,
 ) -> None:
     """DeepSpeed's engine; its own converter makes the universal form."""
     model = run.make_peer_model()
-    engine = make_engine(model, stage, dtype)
+    engine = make_engine(model, stage, dtype, elastic=elastic)
     train = partial(train_engine, engine, rank)
     train(0)
     engine.save_checkpoint(str(path))
@@ -388,6 +396,7 @@ RUNS: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
             *((1, "bf16"), (2, "bf16"), (3, "bf16"), (1, "fp16"), (3, "fp16")),
         )
     },
+    "elastic-deepspeed": ("deepspeed", write_deepspeed, {"stage": 1, "elastic": True}),
     "universal2-deepspeed": ("deepspeed", write_deepspeed, {"stage": 2, "universal": True}),
     "universal3-deepspeed": ("deepspeed", write_deepspeed, {"stage": 3, "universal": True}),
 }  # fmt: skip
