@@ -34,6 +34,7 @@ from composable_shard import (
     Block,
     ShardingStrategy,
     fully_shard,
+    get_optimizer_state_dict,
     no_sync,
     reduce_pending_gradients,
     register_flat_param,
@@ -77,6 +78,9 @@ FEATURES = {
     "sharing": "gradients that parameters share, or that are parameters",
     "interrupt": "interrupts of a forward or backward at any line",
     "at_rest": "operations on parameters and gradients at rest, under any cut",
+    "kept": "weights that blocks keep in lists, since `__init__` or their first forward",
+    "attributes": "attributes of parameters, set at rest and read in forwards",
+    "saves": "the optimizer's state dict between a backward and its step",
 }
 #: What a program ends in that would train something unseen; it goes on with the remedy.
 REFUSALS = {
@@ -106,6 +110,7 @@ class BlockPlan:
     is_branch: bool = False  # takes the input of the block before it
     is_inplace: bool = False
     sharing: str | None = None
+    keeps: str | None = None  # the weight of `up` in a list
     inner: list[BlockPlan] = field(default_factory=list)
 
 
@@ -137,6 +142,8 @@ class Case:
     steps: list[tuple[str | None, list[Micro], str | None]]  # freeze or change, microbatches, zero
     surgery: tuple[int, str, int, bool] | None = None  # step, kind, block, whether it is refused
     at_rest: list[list[str]] = field(default_factory=list)  # of each step, operations by name
+    has_attributes: bool = False
+    saves: bool = False
 
     @property
     def has_buckets(self) -> bool:
@@ -148,6 +155,7 @@ class Case:
     def __str__(self) -> str:
         lines = [f"root: {self.has_root} {self.options}, surgery: {self.surgery}"]
         lines.append(f"at rest: {self.at_rest}")
+        lines.append(f"attributes: {self.has_attributes}, saves: {self.saves}")
         lines += [f"block {i}: {block}" for i, block in enumerate(self.blocks)]
         for before, micros, zero in self.steps:
             lines.append(f"step: before={before} zero={zero}")
@@ -187,6 +195,7 @@ def draw(seed: int, features: set[str]) -> Case:
             for unit in (plan, *plan.inner):
                 unit.options["bucket_cap_mb"] = None
     _draw_unseen(random, case, features, is_double)
+    _draw_kept(random, case, features)
     return case
 
 
@@ -215,6 +224,16 @@ def _draw_unseen(random: Random, case: Case, features: set[str], is_double: bool
         units = [unit for plan in case.blocks for unit in (plan, *plan.inner)]
         for options in (case.options, *(unit.options for unit in units)):
             options["granularity"] = random.choice(["element", "element", "row", Block(4)])
+
+
+def _draw_kept(random: Random, case: Case, features: set[str]) -> None:
+    """Draw what a program keeps of its parameters; after all else of a seed."""
+    has_ties = any(plan.tie is not None for plan in case.blocks)
+    for plan in case.blocks if "kept" in features and not has_ties else ():
+        plan.keeps = random.choice([None, "init", "forward"])
+    case.has_attributes = "attributes" in features and random.random() < 0.4
+    saves = "saves" in features and random.random() < 0.4 and case.surgery is None
+    case.saves = saves and case.options["use_orig_params"]
 
 
 def _options(random: Random, shared: dict[str, Any]) -> dict[str, Any]:
@@ -356,6 +375,7 @@ class FuzzBlock(nn.Module):
         self.fails: str | None = None
         self.uses_extra = True
         self.kept: list[Tensor] = []
+        self.weights = [self.up.weight] if plan.keeps == "init" else []
         if plan.side == "hook":
             self.register_forward_hook(FuzzBlock._keep_output)
 
@@ -364,7 +384,11 @@ class FuzzBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         """Return the output in the form that the plan says."""
-        hidden = torch.tanh(self.up(x if self.twin is None else self._share(x)))
+        hidden = self.up(x if self.twin is None else self._share(x))
+        if self.plan.keeps is not None:
+            self.weights = self.weights or [self.up.weight]
+            hidden = hidden - 0.5 * nn.functional.linear(x, self.weights[0])
+        hidden = torch.tanh(hidden * getattr(self.up.weight, "mult", 1.0))
         side = self.plan.side
         if side == "attribute":
             self.kept = [square_mean(self.down(hidden)) + self.up.weight.square().mean()]
@@ -671,6 +695,19 @@ class _Trainee:
         if fresh:
             self.optimizer.add_param_group({"params": fresh})
 
+    def begin(self, case: Case, number: int) -> None:
+        """Change the model, and set attributes of parameters as a schedule does."""
+        if case.surgery is not None and case.surgery[0] == number:
+            self.operate(case)
+        for block in self.model.blocks if case.has_attributes else ():
+            block.up.weight.mult = 1.0 + 0.25 * number
+
+    def step(self, *, saves: bool) -> None:
+        """Step, perhaps after a save of the optimizer's state, which changes nothing."""
+        if saves and self.is_sharded:
+            get_optimizer_state_dict(self.model, self.optimizer)
+        self.optimizer.step()
+
     def evaluate(self, kind: str | None) -> None:
         if kind == "dropped":
             self.model(self.next_input(is_leaf=True))
@@ -738,6 +775,10 @@ def run_case(seed: int, features: set[str]) -> None:
         raise
 
 
+def _optimizer_of(model: nn.Module, case: Case) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5 if case.saves else 0.0)
+
+
 def _run_beside_plain(case: Case) -> None:
     torch.manual_seed(0)
     plain = FuzzModel(case).double()
@@ -748,13 +789,12 @@ def _run_beside_plain(case: Case) -> None:
     is_same = is_same or any(micro.penalty for _, micros, _ in case.steps for micro in micros)
     is_same = is_same and not case.is_uneven
     runs = [
-        _Trainee(model, model is sharded, torch.optim.SGD(model.parameters(), lr=0.05), is_same)
+        _Trainee(model, model is sharded, _optimizer_of(model, case), is_same)
         for model in (plain, sharded)
     ]
     for number, (before, micros, zero) in enumerate(case.steps):
         for run in runs:
-            if case.surgery is not None and case.surgery[0] == number:
-                run.operate(case)
+            run.begin(case, number)
             run.change(before, has_names=has_names)
             for micro in micros:
                 run.run(micro)
@@ -769,7 +809,7 @@ def _run_beside_plain(case: Case) -> None:
             assert_close(found[name], param.grad, f"step {number}: gradient of {name}")
         _operate_at_rest(case.at_rest[number : number + 1], plain, sharded)
         for run in runs:
-            run.optimizer.step()
+            run.step(saves=case.saves)
             run.zero(zero)
         values = unsharded_values(sharded)
         for name, param in plain.named_parameters():
