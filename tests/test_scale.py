@@ -223,16 +223,16 @@ def _shard_and_train(model: SumChain) -> None:
 def test_the_number_of_ranks_costs_a_rank_no_memory() -> None:
     """No list of ranks is kept for a unit or a parameter: what Python holds after two steps."""
     found = []
-    for size in RANKS * 2:
+    for size in RANKS * 3:
         with free_world(size):
             model = SumChain(2, 2)
             tracemalloc.start()
             _shard_and_train(model)
             found.append(tracemalloc.get_traced_memory()[0])
             tracemalloc.stop()
-    _, _, few, many = found
-    num_ranks = RANKS[1] - RANKS[0]
-    assert many - few < num_ranks  # bytes: less than one for each rank
+    # Not the first two. What other tests of this process have left may grow in one turn.
+    more = min(found[3] - found[2], found[5] - found[4])
+    assert more < RANKS[1] - RANKS[0]  # bytes: less than one for each rank
 
 
 def test_a_parameter_is_five_tensors() -> None:
