@@ -171,7 +171,11 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             cuts = reader.metadata.tree.get("optimizer_cuts", {})
             states = {
                 name: StagedOptimizer.read(
-                    reader, own, view, (tree, cuts.get(name, {})), is_strict=strict
+                    reader,
+                    _cut_like(model, own),
+                    view,
+                    (tree, cuts.get(name, {})),
+                    is_strict=strict,
                 )
                 for (name, view), tree in zip(views.items(), trees, strict=True)
             }
@@ -254,6 +258,11 @@ def _tied_names(model: nn.Module) -> dict[str, list[str]]:
     plain = {name: names for names in found.values() for name in names}
     managed = params_by_fqn(model).values()
     return plain | {fqn: param.names for param in managed for fqn in param.names}
+
+
+def _cut_like(model: nn.Module, own: dict[str, Any]) -> dict[str, Any]:
+    """Return what state is cut like: also parameters that hooks rename in state dicts."""
+    return {fqn: each.entry.sharded for fqn, each in params_by_fqn(model).items()} | own
 
 
 @contextmanager
