@@ -57,7 +57,7 @@ def _made(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+def _step_on_batch(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
     seed = torch.Generator().manual_seed(10 * number + dist.get_rank())
     model(torch.randn(4, 6, generator=seed)).square().mean().backward()
     optimizer.step()
@@ -69,7 +69,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> No
 def test_a_run_with_split_names_resumes(kind: str, tmp_path: Path) -> None:
     """Model and optimizer, from our checkpoint and from one of DCP with the names of hooks."""
     model, optimizer = _made(0)
-    _step(model, optimizer, 0)
+    _step_on_batch(model, optimizer, 0)
     if kind == "ours":
         save_checkpoint(tmp_path / "run", model, optimizer, step=1)
     else:
@@ -79,7 +79,7 @@ def test_a_run_with_split_names_resumes(kind: str, tmp_path: Path) -> None:
     other, optimizer_of_other = _made(1)
     load_checkpoint(tmp_path / "run", other, optimizer_of_other)
     for number in (1, 2):
-        _step(model, optimizer, number)
-        _step(other, optimizer_of_other, number)
+        _step_on_batch(model, optimizer, number)
+        _step_on_batch(other, optimizer_of_other, number)
     for name, param in model.named_parameters():
         assert torch.equal(other.get_parameter(name).full_tensor(), param.full_tensor()), name
