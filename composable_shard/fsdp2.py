@@ -105,10 +105,16 @@ def fully_shard(  # noqa: PLR0913 -- FSDP2's arguments
             without annotations on a mesh with further axes, with what to do.
     """
     modules: list[nn.Module] = [module] if isinstance(module, nn.Module) else [*module]
-    given = mesh
     parts: dict[nn.Parameter, PlainPart] = {}
+    placed = None if shard_placement_fn is None else PlacedParams(shard_placement_fn, mesh)
+    elsewhere = [] if placed is None else placed.modules_on_other_meshes(modules)
+    of_elsewhere = dict(others)  # what follows is said of this mesh
     if dp_mesh_dims is not None:
-        mesh, parts = split_mesh(mesh, dp_mesh_dims, modules, ignored_params)
+        left_out = {
+            param for _, inner in elsewhere for each in inner for param in each.parameters()
+        }
+        left_out.update(ignored_params or ())
+        mesh, parts = split_mesh(mesh, dp_mesh_dims, modules, left_out)
         if dp_mesh_dims.shard is None:
             others.setdefault("strategy", "no_shard")
     if isinstance(mp_policy, MixedPrecisionPolicy):
@@ -125,21 +131,20 @@ def fully_shard(  # noqa: PLR0913 -- FSDP2's arguments
         is_on = isinstance(offload_policy, CPUOffloadPolicy)
         pins = {"pin_memory": offload_policy.pin_memory} if is_on else {}  # type: ignore[attr-defined]
         offload_policy = options.OffloadPolicy(params=is_on, **pins)
-    if shard_placement_fn is not None:
-        placed = PlacedParams(shard_placement_fn, given)
-        for info, inner in placed.modules_on_other_meshes(modules):
-            fully_shard(
-                inner,
-                mesh=mesh_of(info),
-                reshard_after_forward=reshard_after_forward,
-                shard_placement_fn=placed.placement,
-                mp_policy=mp_policy,
-                offload_policy=offload_policy,
-                ignored_params=ignored_params,
-                dp_mesh_dims=getattr(info, "dp_mesh_dims", None),
-                **others,
-            )
+    if placed is not None:
         others.setdefault("granularity", placed.granularity)
+    for info, inner in elsewhere:
+        fully_shard(
+            inner,
+            mesh=mesh_of(info),
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=None if placed is None else placed.placement,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+            dp_mesh_dims=getattr(info, "dp_mesh_dims", None),
+            **of_elsewhere,
+        )
     with plain_parts(parts):
         construct.fully_shard(
             modules,

@@ -21,7 +21,7 @@ def split_mesh(
     mesh: DeviceMesh | None,
     dims: Any,
     modules: Modules,
-    ignored: Container[nn.Parameter] | None,
+    left_out: Container[nn.Parameter],
 ) -> tuple[DeviceMesh, dict[nn.Parameter, PlainPart]]:
     """Return the axes that `dp_mesh_dims` names, and how parameters lie on the others.
 
@@ -42,14 +42,15 @@ def split_mesh(
     others = [name for name in others if mesh[name].size() > 1]
     parts = {}
     for name, param in (item for module in modules for item in module.named_parameters()):
+        if param in left_out:  # ignored, or on a mesh of its own
+            continue
         own = getattr(param, "device_mesh", None)
         if own is not None and chosen & set(own.mesh_dim_names or ()):
             raise NotImplementedError(
                 f"parameter '{name}' is a DTensor on {own}, axes of data parallelism included. "
                 'Distribute it over the others alone, as parallelize_module does with mesh["tp"].'
             )
-        is_ours = not isinstance(param, FlatShard) and param not in (ignored or ())
-        if own is None and others and is_ours:
+        if own is None and others and not isinstance(param, FlatShard):
             parts[param] = _part(name, param, mesh, others)
     return mesh_of_axes(mesh, axes), parts
 

@@ -275,3 +275,49 @@ def test_parameters_with_a_mesh_of_their_own() -> None:
             shard_placement_fn=lambda param: other if param is one.weight else None,
         )
     assert type(one.weight) is nn.Parameter
+
+
+class WithExperts(nn.Module):
+    """A block in parts on one mesh, and a layer that lies on another, of other axes."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.block = Block(mesh)
+        torch.manual_seed(1 + dist.get_rank())
+        self.own = nn.Linear(_SIZE, _SIZE, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute, with this rank's layer last."""
+        return self.own(self.block(x))
+
+
+@needs_axes
+@distributed(4)
+def test_parts_on_a_mesh_whose_axes_are_others() -> None:
+    """Experts over all four ranks, beside parts over two: each is annotated on its own axes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sparse = init_device_mesh("cpu", (1, 4), mesh_dim_names=("edp", "ep"))
+    model = WithExperts(mesh)
+    annotate(model.block, mesh)
+    with spmd.set_current_mesh(sparse):
+        spmd.assert_type(model.own.weight, {"edp": spmd.R, "ep": spmd.S(0)})
+    dims, of_experts = (fsdp2.DataParallelMeshDims(shard=name) for name in ("dp", "edp"))
+    infos = {
+        True: SimpleNamespace(mesh=sparse["edp"], spmd_mesh=sparse, dp_mesh_dims=of_experts),
+        False: SimpleNamespace(mesh=mesh["dp"], spmd_mesh=mesh, dp_mesh_dims=dims),
+    }
+    own = model.own.weight
+
+    def place(param: nn.Parameter) -> Any:
+        return SimpleNamespace(placement=Shard(0), mesh_info=infos[param is own])
+
+    fsdp2.fully_shard(model, mesh=mesh, dp_mesh_dims=dims, shard_placement_fn=place)
+    assert model.own.weight.shape == (4 * _SIZE, _SIZE)
+    assert model.block.up.shape == (2 * _SIZE, _SIZE)
+    batch = _batch_of_rank(0, mesh.get_local_rank("dp"))
+    model(batch).square().mean().backward()
+    torch.manual_seed(1 + dist.get_rank())
+    layer = nn.Linear(_SIZE, _SIZE, bias=False)
+    layer(Block()(batch)).square().mean().backward()
+    found = model.own.weight.grad.full_tensor().chunk(4)[dist.get_rank()]
+    torch.testing.assert_close(found, layer.weight.grad, rtol=1e-5, atol=1e-5)

@@ -75,6 +75,7 @@ CASES = {
     "typed: experts": TitanCase(1, 4, 1, experts=1, **_TYPED),
     "typed: experts parallel": TitanCase(1, 4, 1, experts=2, **_TYPED),
     "typed: experts and tensor parallel": TitanCase(1, 2, 2, experts=2, **_TYPED),
+    "typed: experts over all, tensor parallel": TitanCase(1, 2, 2, experts=4, **_TYPED),
     "typed: experts parallel, checkpointed": TitanCase(
         1, 4, 1, experts=4, is_checkpointed=True, **_TYPED
     ),
