@@ -14,13 +14,11 @@ from composable_shard.options import Granularity
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import mesh_of_axes
 
-Modules = Sequence[nn.Module]
-
 
 def split_mesh(
     mesh: DeviceMesh | None,
     dims: Any,
-    modules: Modules,
+    modules: Sequence[nn.Module],
     left_out: Container[nn.Parameter],
 ) -> tuple[DeviceMesh, dict[nn.Parameter, PlainPart]]:
     """Return the axes that `dp_mesh_dims` names, and how parameters lie on the others.
@@ -125,20 +123,18 @@ class PlacedParams:
             )
         return "row" if placement.dim % param.ndim == 0 else "element"
 
-    def modules_on_other_meshes(self, modules: Iterable[nn.Module]) -> list[tuple[Any, Modules]]:
+    def modules_on_other_meshes(
+        self, modules: Iterable[nn.Module]
+    ) -> list[tuple[Any, list[nn.Module]]]:
         """Return torch's `mesh_info` of each other mesh, and the modules all of which is on it.
 
         Raises:
             NotImplementedError: If a module has parameters of its own on several meshes.
         """
-        found: list[tuple[Any, list[nn.Module]]] = []
+        found: dict[DeviceMesh, tuple[Any, list[nn.Module]]] = {}
         for info, module in self._outermost(modules):
-            same = (inner for known, inner in found if mesh_of(known) == mesh_of(info))
-            if (inner := next(same, None)) is not None:
-                inner.append(module)
-            else:
-                found.append((info, [module]))
-        return [*found]
+            found.setdefault(mesh_of(info), (info, []))[1].append(module)
+        return [*found.values()]
 
     def _outermost(self, modules: Iterable[nn.Module]) -> Iterator[tuple[Any, nn.Module]]:
         for module in modules:

@@ -253,9 +253,7 @@ def _build_handle(
             rank=shard_group.rank,
             group_name=shard_group.name,
             tensor_parallel=original.tensor_parallel,
-            plain_gradients=None
-            if (part := original.plain_part) is None
-            else part.gradient_placements,
+            plain_gradients=part.gradient_placements if (part := original.plain_part) else None,
             label=ParamLabel(original.fqn),
             is_split=not options.strategy.facts.is_replicated,
         )
