@@ -3,15 +3,9 @@
 Read `unit` (a unit, a tree), `forward` and `backward_pass` first.
 """
 
-from composable_shard.runtime.casts import (
-    Boundary,
-    BufferBroadcast,
-    cast_arguments,
-    cast_buffers,
-    cast_output,
-    check_can_broadcast,
-    iter_tensors,
-)
+from composable_shard.runtime.buffer_broadcast import BufferBroadcast, check_can_broadcast
+from composable_shard.runtime.casts import Boundary, cast_arguments, cast_buffers, cast_output
+from composable_shard.runtime.containers import iter_tensors
 from composable_shard.runtime.forward import check_is_idle, post_forward, pre_forward
 from composable_shard.runtime.gathers import apply_policy, find_small_group, release_handle
 from composable_shard.runtime.initialization import (
