@@ -16,7 +16,6 @@ from composable_shard.runtime.tree import (
     ModuleTree,
     attach_state,
     attach_unit,
-    check_whole,
     class_without_hooks,
     find_applied,
     first_names,
@@ -34,3 +33,4 @@ from composable_shard.runtime.tree import (
     tensor_groups,
 )
 from composable_shard.runtime.unit import ShardState, TrainingState
+from composable_shard.runtime.whole_model import check_whole

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from composable_shard.comm import FlagReduction, Ranks, ShardGroup, compare_units
 from composable_shard.flat_param import FlatParamHandle
-from composable_shard.runtime.tree import raise_unmanaged
 from composable_shard.runtime.unit import ShardState, StateRef
+from composable_shard.runtime.whole_model import raise_unmanaged
 
 _Groups = tuple[dist.ProcessGroup, ...]
 

@@ -14,19 +14,14 @@ from composable_shard.flat_param import drop_gradient, settle_owners
 from composable_shard.runtime.aborted import next_backward_id
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.comparison import check_agreement
+from composable_shard.runtime.contents import note_contents
 from composable_shard.runtime.membership import has_other_units, renew_context, share_context
 from composable_shard.runtime.meta_buffers import check_buffers, place_buffers
 from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.reduction_order import ReductionOrder
-from composable_shard.runtime.tree import (
-    find_reader,
-    find_unmanaged,
-    get_states,
-    note_contents,
-    raise_unmanaged,
-    read_state,
-)
+from composable_shard.runtime.tree import find_reader, get_states, read_state
 from composable_shard.runtime.unit import ShardState, TreeContext
+from composable_shard.runtime.whole_model import find_unmanaged, raise_unmanaged
 
 
 def attach_or_refresh(state: ShardState) -> None:
