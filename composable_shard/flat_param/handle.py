@@ -22,7 +22,7 @@ from composable_shard.flat_param.entries import (
 )
 from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
-from composable_shard.flat_param.local_shard import InitialValues
+from composable_shard.flat_param.initial_values import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan, Precision
 from composable_shard.flat_param.shown import (
     SHARDED,
