@@ -22,10 +22,11 @@ from torch.overrides import enable_reentrant_dispatch
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
 from composable_shard.options import AT_REST, IN_GRAPH, SAVE
+from composable_shard.tensor.checkpointable import cloned, user_attributes
 from composable_shard.tensor.owned_numbers import OwnedNumber
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole
 from composable_shard.tensor.safetensors_rows import RowCheckpointable
-from composable_shard.tensor.shard_spec import ShardSpec, cloned, user_attributes
+from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.tensor.write_guard import WriteGuard
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
