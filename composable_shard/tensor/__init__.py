@@ -11,8 +11,8 @@ from composable_shard.tensor.checkpointable import (
     user_attributes,
 )
 from composable_shard.tensor.concatenation import is_joinable, joined, parts_of
+from composable_shard.tensor.direct_ops import DIRECT_OPS
 from composable_shard.tensor.flat_shard import (
-    DIRECT_OPS,
     DTensorSlots,
     FlatShard,
     FlatShardOfDTensor,
