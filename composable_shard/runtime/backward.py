@@ -15,7 +15,8 @@ from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.gathers import gather_in_backward, gather_region
 from composable_shard.runtime.open_graphs import UnitCall, alive
 from composable_shard.runtime.reduction_queue import CLOSED, DELIVERED, Item
-from composable_shard.runtime.unit import ShardState, TrainingState
+from composable_shard.runtime.training_state import TrainingState
+from composable_shard.runtime.unit import ShardState
 from composable_shard.torch_private import current_backward_id
 
 _num_writes: Callable[[FlatParamHandle], int] = attrgetter("guard.num_writes")

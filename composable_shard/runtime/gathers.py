@@ -22,7 +22,8 @@ from composable_shard.comm import ShardGroup, SmallGroup
 from composable_shard.flat_param import FlatParamHandle, FullState, Shown
 from composable_shard.options import ReshardAfterForward
 from composable_shard.runtime.open_graphs import Region, alive
-from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
+from composable_shard.runtime.training_state import TrainingState
+from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
 
 
 def choose_ahead(
