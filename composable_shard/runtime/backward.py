@@ -191,7 +191,7 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
     # again for a recomputation.
     may_overwrite = (
         item.is_reduced  # otherwise gradients stay and values are freed
-        and handle.reshards_after_backward
+        and handle.settings.reshard_after_backward
         and not handle.full.serves_graphs
         and not any(known.backward_hooks)
         and not known.runs_backwards

@@ -187,7 +187,7 @@ def release_handle(handle: FlatParamHandle, *, is_backward_next: bool = False) -
 
 def release_after_backward(handle: FlatParamHandle) -> None:
     """Show the sharded parameters, and free the full ones unless the policy keeps them."""
-    if handle.reshards_after_backward:
+    if handle.settings.reshard_after_backward:
         release_handle(handle)
     elif not handle.full.claims:
         handle.shown.show_sharded()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from composable_shard.comm import FlagReduction, make_streams
 from composable_shard.flat_param import FlatParamHandle, ScratchPool, Slot
-from composable_shard.options import ReshardAfterForward, UnitOptions
+from composable_shard.options import UnitOptions, UnitSettings
 from composable_shard.runtime.buffer_broadcast import BufferBroadcast
 from composable_shard.runtime.forward_call import ForwardCall
 from composable_shard.runtime.open_graphs import OpenGraphs, UnitCall, alive
@@ -23,36 +23,6 @@ from composable_shard.runtime.training_state import MOVES, TrainingState
 from composable_shard.torch_private import backward_hooks_of
 
 StateRef = weakref.ref["ShardState"]
-
-
-@dataclass(frozen=True)
-class UnitSettings:
-    """What the setters change of a unit after `fully_shard`.
-
-    Attributes:
-        reshard_after_forward: True frees the full parameters between forward and backward, False
-            keeps them, None keeps them only where the unit leads the call, and a number n keeps
-            1/n of them.
-        requires_gradient_sync: False leaves gradients unsharded and unreduced.
-        requires_all_reduce: False reduces gradients over the shard group only.
-        is_last_backward: False while accumulating: more backwards come before the step.
-        unshard_in_backward: False: the user promised that no backward reads full parameters.
-        forward_prefetch: Units to gather when its forward begins; None: the units expected next.
-        backward_prefetch: Units to gather when its backward begins; None: the units expected next.
-    """
-
-    reshard_after_forward: ReshardAfterForward
-    requires_gradient_sync: bool = True
-    requires_all_reduce: bool = True
-    is_last_backward: bool = True
-    unshard_in_backward: bool = True
-    forward_prefetch: tuple[StateRef, ...] | None = None
-    backward_prefetch: tuple[StateRef, ...] | None = None
-
-    @property
-    def reduces_fully(self) -> bool:
-        """Whether a backward reduces gradients completely, over all ranks."""
-        return self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward
 
 
 class ShardState:
@@ -93,7 +63,8 @@ class ShardState:
         self.borrowed = borrowed
         self.needed = handles + borrowed
         self.ignored: list[Slot] = []
-        self.settings = UnitSettings(options.reshard_after_forward)
+        self.settings = UnitSettings()
+        self.change(reshard_after_forward=options.reshard_after_forward)
         self.buffers = buffers
         self.has_buckets = has_buckets
         parts = [part for module in modules for part in module.modules()]
@@ -124,8 +95,10 @@ class ShardState:
         return all([("held", self.ref) in handle.full.claims for handle in self.needed])
 
     def change(self, **settings: Any) -> None:
-        """Change some of the unit's `settings`."""
+        """Change some of the unit's `settings`, and those of its handles with them."""
         self.settings = replace(self.settings, **settings)
+        for handle in self.handles:
+            handle.take_settings(self.settings)
 
     def in_tree(self, chosen: Sequence[StateRef]) -> list[ShardState]:
         """Return those of some units that are in this one's tree; others may be gone on a rank."""
@@ -180,8 +153,7 @@ class ShardState:
             depth=0,
             is_in_pass=False,
             modules_to_run=self.num_modules,
-            # These refer to units of the original.
-            settings=replace(self.settings, forward_prefetch=None, backward_prefetch=None),
+            settings=self.settings.of_copy(),
         )
         return state
 
