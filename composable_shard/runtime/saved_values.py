@@ -352,6 +352,8 @@ def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
         for item in list(vars(each).values()):
             if type(item) in _PLAIN:
                 continue
+            # The module's dicts of parameters and buffers are among the Mappings. A shard in them
+            # is of no graph; the full parameters are the caller's to leave out.
             found = item if isinstance(item, (list, tuple)) else (item,)
             if isinstance(item, Mapping):
                 found = list(item.values())

@@ -80,6 +80,8 @@ def find_problems(
         for key, value in module.state_dict(prefix=prefix).items()
     }
     given = {name: state_dict[key] for name, key in keys_by_name(state_dict, prefix).items()}
+    # Names below a module that translates are checked by nobody here: the names that it is given
+    # need not be those that it has.
     translated = tuple(
         unwrapped(f"{prefix}{path}." if path else prefix)
         for path, child in module.named_modules(remove_duplicate=False)
