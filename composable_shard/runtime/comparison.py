@@ -49,7 +49,7 @@ def check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
         mesh.lines.extend(f"{h.label.text} of the units over these ranks" for h in mesh.handles)
         has_hooks = [handle.shown.has_gradient_hooks for handle in mesh.handles]
         any_hooks = compare_units(mesh.ranks, mesh.lines, any(has_hooks), mesh.initial)
-        mesh.note_number()
+        mesh.set_first_calls()
         if any_hooks:
             flags = FlagReduction(
                 [
@@ -108,8 +108,8 @@ class _Mesh:
     lines: list[str] = field(default_factory=list)
     initial: list[tuple[str, int | None]] = field(default_factory=list)
 
-    def note_number(self) -> None:
+    def set_first_calls(self) -> None:
         """Note the number of the collective in which the ranks have just compared the handles."""
         number = self.ranks.num_collectives
         for handle in self.handles:
-            handle.label.note_call(number)
+            handle.label.set_first_call(number)

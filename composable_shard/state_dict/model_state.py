@@ -278,7 +278,7 @@ def _is_done(state: ShardState, module: nn.Module, prefix: str, missing_keys: li
     hooks = [hook for each in module.modules() for hook in load_pre_hooks_of(each).values()]
     for hook in (getattr(hook, "hook", hook) for hook in hooks):
         if getattr(hook, "func", None) is load_values:
-            hook.args[0].note_load(missing_keys, prefix)
+            hook.args[0].set_load_call(missing_keys, prefix)
     return False
 
 
