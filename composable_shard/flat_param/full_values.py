@@ -393,7 +393,7 @@ class FullValues:
 
 def _watch_writes(full: FullValues) -> None:
     # Weak: a parameter, which leads to the guard, may outlive its module.
-    full.shard.guard.at_next_write(partial(_note_write, weakref.ref(full)))
+    full.shard.guard.at_next_write("full values", partial(_note_write, weakref.ref(full)))
 
 
 def _note_write(full_ref: weakref.ref[FullValues]) -> None:

@@ -96,7 +96,7 @@ class WriteGuard:
         self._last_writer: object = None  # the steps that its thread was in
         self._num_steps: dict[weakref.ref[Optimizer], int] = {}
         self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
-        self._at_write: Callable[[], None] | None = None
+        self._at_write: dict[str, Callable[[], None]] = {}  # by who has asked for the next write
         self.is_in_backward = False
         self.is_in_scope = False
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
@@ -144,7 +144,7 @@ class WriteGuard:
             self._note_writer(RUNNING.steps)
         if self._reads:
             self.wait_for_reads()
-        if self._at_write is not None:
+        if self._at_write:
             self._run_at_write()
 
     @property
@@ -159,7 +159,7 @@ class WriteGuard:
         """Count a write that the owner of the shard makes; the ranks compare a checksum."""
         self.num_writes += 1
         self._checksum += checksum
-        if self._at_write is not None:
+        if self._at_write:
             self._run_at_write()
 
     def _note_writer(self, steps: tuple[Step, ...]) -> None:
@@ -183,13 +183,13 @@ class WriteGuard:
         self._last_writer, self._num_steps = None, {}
         return found
 
-    def at_next_write(self, run: Callable[[], None]) -> None:
-        """Set a function that runs once, with the next write."""
-        self._at_write = run
+    def at_next_write(self, who: str, run: Callable[[], None]) -> None:
+        """Set the function of a user that runs once, with the next write."""
+        self._at_write[who] = run
 
     def _run_at_write(self) -> None:
-        run, self._at_write = self._at_write, None
-        if run is not None:
+        functions, self._at_write = self._at_write, {}
+        for run in functions.values():
             run()
 
     def set_in_backward(self, flag: bool) -> None:
