@@ -17,7 +17,7 @@ from composable_shard.flat_param.entries import (
     swap_parameter,
 )
 from composable_shard.flat_param.storage import alloc_storage, free_storage
-from tests.harness.helpers import peak_bytes
+from tests.harness.memory import peak_bytes
 
 pytestmark = pytest.mark.fast
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import composable_shard
-from tests.harness import helpers
+from tests.harness import ranks
 from tests.house.source import Tree, num_statements, read_names
 from tests.house.steps import Entered, count_steps
 
@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         house = count_house()
     finally:
-        helpers.shut_down_workers()
+        ranks.shut_down_workers()
     print(render(house))
     for name, lines in house.details.items() if options.details else ():
         print(f"\n{name}:", *lines, sep="\n    ")
