@@ -46,6 +46,7 @@ from composable_shard.flat_param.gradients import drop_unpacked
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import Extension, Precision, plan_layout
 from composable_shard.flat_param.owners import settle_owners
+from composable_shard.flat_param.param_classes import UnshardedParameter
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.shown import Shown
-from composable_shard.flat_param.unsharded import LOCKED, UnshardedParameter
+from composable_shard.flat_param.unsharded_params import LOCKED

@@ -22,8 +22,9 @@ from composable_shard.flat_param.entries import (
 )
 from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
-from composable_shard.flat_param.local_shard import InitialValues
+from composable_shard.flat_param.initial_values import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan, Precision
+from composable_shard.flat_param.param_classes import copy_unsharded
 from composable_shard.flat_param.shown import (
     SHARDED,
     ShownParams,
@@ -32,7 +33,6 @@ from composable_shard.flat_param.shown import (
     trainable_flags,
 )
 from composable_shard.flat_param.storage import alloc_storage, free_storage
-from composable_shard.flat_param.unsharded import copy_unsharded
 from composable_shard.layout import FlatLayout
 from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy
 from composable_shard.tensor import (

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composable_shard.flat_param.unsharded import ALL, UnshardedDTensor, UnshardedParameter
+from composable_shard.flat_param.param_classes import ALL, UnshardedDTensor, UnshardedParameter
 from composable_shard.tensor import share_attributes
 
 

@@ -53,7 +53,7 @@ from composable_shard.flat_param.entries import ParamEntry, zero_gaps
 from composable_shard.flat_param.full_values import FREED, FullState, FullValues
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.storage import alloc_storage, free_storage
-from composable_shard.flat_param.unsharded import LOCKED, UnshardedParams
+from composable_shard.flat_param.unsharded_params import LOCKED, UnshardedParams
 from composable_shard.layout import FlatLayout, round_up
 from composable_shard.options import PRECISIONS, MixedPrecisionPolicy, OffloadPolicy
 from composable_shard.tensor import WriteGuard

@@ -18,6 +18,7 @@ from composable_shard.comm import trace
 from composable_shard.flat_param import drop_unpacked, keep_left_gradients
 from composable_shard.runtime.aborted import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import CallReached, recompute
+from composable_shard.runtime.contents import has_changed
 from composable_shard.runtime.gathers import (
     choose_ahead,
     drop_prefetched,
@@ -30,13 +31,8 @@ from composable_shard.runtime.membership import adopt_contents, renew_context, s
 from composable_shard.runtime.open_graphs import UnitCall, alive
 from composable_shard.runtime.outputs import arm, serve_graphs
 from composable_shard.runtime.saved_values import outermost_region
-from composable_shard.runtime.tree import called_modules, calling_modules, has_changed, read_state
-from composable_shard.runtime.unit import (
-    ForwardCall,
-    ShardState,
-    TrainingState,
-    TreeContext,
-)
+from composable_shard.runtime.tree import called_modules, calling_modules, read_state
+from composable_shard.runtime.unit import ForwardCall, ShardState, TrainingState, TreeContext
 from composable_shard.torch_private import (
     are_transforms_active,
     current_backward_id,

@@ -24,7 +24,7 @@ from composable_shard.flat_param import (
     Slot,
 )
 from composable_shard.options import ReshardAfterForward, UnitOptions
-from composable_shard.runtime.casts import BufferBroadcast
+from composable_shard.runtime.buffer_broadcast import BufferBroadcast
 from composable_shard.runtime.open_graphs import OpenGraphs, UnitCall, alive
 from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.saved_values import KnownForwards

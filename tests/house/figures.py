@@ -83,12 +83,10 @@ STACK_READS = frozenset(
 FRAME_READS = frozenset({"f_code", "f_back", "f_locals", "f_globals"})
 REFERENCE_COUNTS = frozenset({"getrefcount", "get_referrers", "_use_count", "use_count_of"})
 
-# The most that each figure should be.
+# The most that each figure should be. Lines and statements have none: a goal there taxes the line
+# that explains a hazard.
 GOALS = {
-    "lines of the core": 17_000,
-    "lines of all": 25_000,
     "lines of the longest module": 500,
-    "quick start: statements": 2_600,
     "warm step: functions": 180,
     "stack reads": 3,
     "stack reads in a warm step": 0,
@@ -102,10 +100,7 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the core": 23_000,
-    "lines of all": 36_100,
     "lines of the longest module": 625,
-    "quick start: statements": 4_520,
     "warm step: functions": 188,
     "stack reads": 5,
     "attributes of a class, most": 24,  # of a shard, what plain parts on another mesh are

@@ -1,45 +1,36 @@
-"""`UnshardedParams`: the parameters that modules compute with, and the record of their edits."""
+"""The classes of unsharded parameters: what they note, what they refuse, and their `.grad`.
+
+`UnshardedParameter` and `UnshardedDTensor` are what modules compute with. Their `.grad` is a
+`GradientAtRest` where the sharded parameter has a gradient. All parameters of one flat parameter
+share one `Aliases`.
+"""
 
 from __future__ import annotations
 
 import copy
-import warnings
-import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from operator import gt
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.flat_param.entries import ParamEntry
-from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
     FlatShard,
     HiddenGradient,
     NeverStepped,
-    copy_attributes,
     is_trainable,
     own_gradient,
     reduced_gradient,
     set_gradient,
-    share_attributes,
 )
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     can_change_data,
     is_compiling,
-    post_accumulate_hooks_of,
     running,
-    set_versions,
-    version_of,
 )
 
-# The version of a parameter whose value is missing; no graph has saved this version. It is so large
-# that it is recognised in autograd's error.
-LOCKED = 1_000_000_000
 ALL = -1  # position of the one parameter that stands for all
 
 
@@ -128,11 +119,11 @@ class Aliases:
         if self.overwritten is not None and self.overwritten[param.shard_position]:
             raise RuntimeError(
                 f"the value of parameter '{param.shard_label}' was asked for in a backward in "
-                f"which its gradient has taken its place. {_LATER}"
+                f"which its gradient has taken its place. {EDIT_LATER}"
             )
 
 
-_LATER = (
+EDIT_LATER = (
     "Read and edit parameters after backward() has returned, or in the backward hook of a module "
     "(register_full_backward_hook). Further backwards keep the values of this unit."
 )
@@ -238,7 +229,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not _is_same_memory(self, value):
-            _refuse_other_data(self.shard_label)
+            refuse_other_data(self.shard_label)
 
     def set_(self, *args: Any, **kwargs: Any) -> UnshardedParameter:
         """Return the parameter if it is given its own data; others would be no view of the buffer.
@@ -246,7 +237,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         A parametrization that is registered gives a parameter its own data.
         """
         if len(args) != 1 or kwargs or not _is_same_memory(self, args[0]):
-            _refuse_other_data(self.shard_label)
+            refuse_other_data(self.shard_label)
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -352,7 +343,7 @@ class UnshardedDTensor(NeverStepped, DTensor):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":  # by torch.utils.swap_tensors, as `Module.to` calls it
-            _refuse_other_data(self.shard_label)
+            refuse_other_data(self.shard_label)
         super().__setattr__(name, value)
 
 
@@ -373,7 +364,8 @@ def _is_same_memory(param: Tensor, value: object) -> bool:
     )
 
 
-def _refuse_other_data(label: object) -> NoReturn:
+def refuse_other_data(label: object) -> NoReturn:
+    """Raise: the parameter would be no view of the buffer any more."""
     raise RuntimeError(
         f"parameter '{label}' can't be given other data (`param.data = ...`, `set_()`) while its "
         "full values are shown. Write into it instead, for example `param.copy_(value)` under "
@@ -384,7 +376,7 @@ def _refuse_other_data(label: object) -> NoReturn:
 _NOTES = "shard_label", "shard_aliases", "shard_position"  # of a DTensor
 
 
-def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Parameter:
+def make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Parameter:
     """Return the parameter whose data is `dense`, a view of the buffer (or a DTensor of one)."""
     flag = dense.is_floating_point() or dense.is_complex()
     if not isinstance(dense, DTensor):
@@ -395,7 +387,7 @@ def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Par
     return param
 
 
-def _can_hold(kept: nn.Parameter, dense: Tensor) -> bool:
+def can_hold(kept: nn.Parameter, dense: Tensor) -> bool:
     """Return whether the object that programs may have kept can be the parameter of new values."""
     if isinstance(kept, UnshardedDTensor) and isinstance(dense, DTensor):
         return kept.dtype == dense.dtype and kept.device == dense.device
@@ -403,7 +395,7 @@ def _can_hold(kept: nn.Parameter, dense: Tensor) -> bool:
     return is_plain and can_change_data(kept, dense)
 
 
-def _hold(kept: nn.Parameter, dense: Tensor, noted: tuple[object, Aliases, int]) -> None:
+def hold_values(kept: nn.Parameter, dense: Tensor, noted: tuple[object, Aliases, int]) -> None:
     """Make an unsharded parameter the one of other values: a forward may have kept the object."""
     flag = dense.is_floating_point() or dense.is_complex()
     set_gradient(kept, None)
@@ -417,208 +409,3 @@ def _hold(kept: nn.Parameter, dense: Tensor, noted: tuple[object, Aliases, int])
         kept._local_tensor = dense._local_tensor
         kept.requires_grad_(flag)
         kept.__dict__.update(zip(_NOTES, noted, strict=True))
-
-
-def _is_edited_by_data(param: nn.Parameter) -> bool:
-    """Return whether an alias that `param.data` gave was written to."""
-    alias = param.shard_alias if isinstance(param, UnshardedParameter) else None
-    return alias is not None and version_of(alias) != 0
-
-
-def _alias_of(param: nn.Parameter) -> Tensor:
-    """Return the parameter's data (of a DTensor: the local part) under its version counter."""
-    alias = torch.Tensor.detach(param)
-    return alias.to_local() if isinstance(alias, DTensor) else alias
-
-
-def _arrive(handle_ref: weakref.ref[Any], index: int, param: Tensor) -> None:
-    """Pass a gradient that autograd has accumulated to its handle."""
-    handle = handle_ref()
-    if handle is None:
-        return
-    if handle.grads.is_direct and handle.grads.pack_further(index, own_gradient(param)):
-        set_gradient(param, None)
-    else:
-        handle.on_gradient(handle, index)
-
-
-class UnshardedParams:
-    """The unsharded parameters of a flat parameter, views of its unsharded buffer.
-
-    Attributes:
-        built: The unsharded parameters; empty before `build`.
-        views: Dense data of the parameters, under their version counters.
-        watched: `views`; for DTensors the parameters themselves.
-        versions: Versions of `watched` while the values are there.
-        locked: Versions of `watched` while the values are missing, see [Note: Locked versions].
-        is_locked: The versions are `locked`, or were changed by gradients packed in place.
-        version_writes: Write count at which `versions` was valid.
-        flags: `requires_grad` of each parameter, as last adopted.
-        has_unwatched: Some parameters, as DTensors, don't note in `aliases` that a flag was set.
-        aliases: Notes that the parameters share.
-        has_late_reads: A graph may read a value after its gradient is complete: a parameter was
-            frozen, or saved tensors were not inspected. [Note: Packing in place]
-    """
-
-    def __init__(self, buffer: Tensor, layout: FlatLayout) -> None:
-        self._buffer = buffer
-        self._layout = layout
-        self._entries: Sequence[ParamEntry] = ()
-        self.watched: tuple[Tensor, ...] = ()
-        self.versions: list[int] = []
-        self.flags: list[bool] = []
-        self.has_late_reads = self.has_unwatched = False
-        self.aliases = Aliases()
-        self.built: tuple[nn.Parameter, ...] = ()
-        self.views: list[Tensor] = []
-        self.locked: tuple[int, ...] = ()
-        self.is_locked = True
-        self.version_writes = -1
-        self._first_version = 0  # above those of the values that these replace
-
-    def follow(self, before: UnshardedParams) -> None:
-        """Let graphs that read the parameters before raise, as these hold other values."""
-        self._first_version = max(before.versions, default=before._first_version) + 1
-
-    def lock(self) -> None:
-        """Make autograd raise where it would read the values, until `FullValues.wait`."""
-        self.is_locked = True
-        set_versions(self.watched, self.locked)
-
-    def build(self, entries: Sequence[ParamEntry]) -> None:
-        """Make the unsharded parameters of entries, trainable; the buffer must have memory."""
-        self._entries, self.aliases = entries, Aliases()
-        for index, entry in enumerate(entries):
-            noted = entry.label, self.aliases, index
-            dense = self._view(index, entry)
-            kept = entry.unsharded
-            if isinstance(kept, NotBuiltParameter):
-                # Before any function of torch takes it.
-                kept.__class__ = UnshardedParameter  # type: ignore[assignment] # a base
-            if kept is None or not _can_hold(kept, dense):
-                kept = entry.unsharded = _make_unsharded(dense, noted)
-                entry.runs_hooks = False
-            else:
-                _hold(kept, dense, noted)
-            if isinstance(kept, UnshardedParameter | UnshardedDTensor):
-                share_attributes(kept, entry.sharded)
-            else:  # a class with FSDP2's methods, which has its tensors there
-                copy_attributes(kept, entry.sharded)
-        self.built = tuple(each.unsharded for each in entries if each.unsharded is not None)
-        self.has_unwatched = not all(isinstance(each, UnshardedParameter) for each in self.built)
-        self.views = self._aliases()
-        self.watched = tuple(
-            param if isinstance(param, DTensor) else view
-            for param, view in zip(self.built, self.views, strict=True)
-        )
-        self.locked = (LOCKED,) * len(self.built)
-        self.versions = [self._first_version] * len(self.watched)
-        set_versions(self.watched, tuple(self.versions))
-        self.flags, self.has_late_reads = [True] * len(self.built), False
-
-    def hook_gradients(self, handle: weakref.ref[Any]) -> None:
-        """Hook the parameters, so that a handle gets each gradient that autograd accumulates."""
-        self.aliases.handle = handle
-        for index, param in enumerate(self.built):
-            if param.is_floating_point() or param.is_complex():
-                hook = partial(_arrive, handle, index)
-                (post_accumulate_hooks_of(param) or {}).clear()  # of its former values
-                Tensor.register_post_accumulate_grad_hook(param, hook)  # type: ignore[no-untyped-call]
-
-    def _aliases(self) -> list[Tensor]:
-        # Plain tensors: torch asks a subclass for `__torch_function__` in each call.
-        return [_alias_of(param) for param in self.built]
-
-    def set_flags(self, flags: Sequence[bool]) -> None:
-        """Set `requires_grad`; autograd asks for it before it accumulates a gradient."""
-        self.has_late_reads |= any(map(gt, flags, self.flags))
-        self.flags = list(flags)
-        for param, flag in zip(self.built, flags, strict=True):
-            param.requires_grad_(flag)
-        self.aliases.has_new_flags = False
-
-    def note_late_reads(self) -> None:
-        """Note that a graph may read values late: its saved tensors were not inspected."""
-        self.has_late_reads = True
-
-    def note_graphs_end(self) -> None:
-        """Note that a backward has used up the graphs of earlier forwards."""
-        self.has_late_reads = False
-
-    def changed_flags(self) -> dict[int, bool]:
-        """Return `requires_grad` of the parameters that users froze or unfroze, by position."""
-        found = [param.requires_grad for param in self.built]
-        if found == self.flags:
-            return {}
-        pairs = enumerate(zip(found, self.flags, strict=True))
-        return {index: flag for index, (flag, known) in pairs if flag is not known}
-
-    def _view(self, index: int, entry: ParamEntry) -> Tensor:
-        """Return a parameter's part of the buffer in its shape."""
-        start = self._layout.offsets[index]
-        # [Note: Storage and autograd]: .data gives each parameter its own version counter.
-        flat = self._buffer.data[start : start + self._layout.numels[index]]
-        return entry.spec.show(flat)
-
-    def note_hidden_alias(self) -> None:
-        """Note that a graph has saved an alias that autograd doesn't connect with a parameter."""
-        self.aliases.are_hidden = True
-
-    def expire(self) -> None:
-        """Make autograd raise where existing graphs would read the values."""
-        self.versions = [version + 1 for version in self.versions]
-        set_versions(self.watched, tuple(self.versions))
-
-    def edited(self, versions: Sequence[int]) -> list[str]:
-        """Return the names of parameters that were edited since they had these versions.
-
-        Compares version counters, also of `param.data`. Edits through numpy arrays go unnoticed.
-        """
-        return [
-            str(entry.label)
-            for entry, param, version in zip(self._entries, self.built, versions, strict=False)
-            if version_of(param) != version or _is_edited_by_data(param)
-        ]
-
-    def check_overwritten(self, expected: Sequence[int]) -> None:
-        """Check that no parameter was edited while gradients overwrote values.
-
-        `expected` has the versions of parameters without edits.
-        """
-        if names := self.edited(expected):
-            self.note_hidden_alias()
-            raise RuntimeError(
-                f"parameters {names} were edited in a backward in which gradients take the place "
-                f"of values. {_LATER}"
-            )
-
-    def warn_of_edits(self, where: str) -> None:
-        """Warn of edits that are about to be lost, once."""
-        names = self.edited(self.versions)
-        if names:
-            self.forget_edits()
-            warnings.warn(
-                f"the edits of {names} {where} were not written back, so they are lost where full "
-                "values are freed. Edit parameters inside unshard_params(module), or call "
-                "writeback(module) before reshard(module).",
-                stacklevel=3,
-            )
-
-    def forget_edits(self) -> None:
-        """Note the current versions, so that edits made so far are no longer reported."""
-        self.versions = [version_of(each) for each in self.watched]
-        for param in self.built:
-            if isinstance(param, UnshardedParameter):
-                param.shard_alias = None
-
-    def check_can_write_back(self) -> None:
-        """Check that DTensors still are views of the buffer; other parameters refuse new data."""
-        if self._buffer.is_meta or self._buffer.untyped_storage().size() == 0:
-            return
-        start = self._buffer.data_ptr()
-        for entry, offset in zip(self._entries, self._layout.offsets, strict=False):
-            address = start + offset * self._buffer.element_size()
-            param = entry.unsharded
-            is_view = not isinstance(param, DTensor) or _alias_of(param).data_ptr() == address
-            if param is not None and param.numel() and not is_view:
-                _refuse_other_data(entry.label)
