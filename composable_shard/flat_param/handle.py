@@ -14,14 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import ShardGroup, Streams, note_setting
-from composable_shard.flat_param.entries import (
-    FlatEntry,
-    ParamEntry,
-    set_requires_grad,
-    zero_gaps,
-)
+from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
 from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
+from composable_shard.flat_param.hidden import set_requires_grad
 from composable_shard.flat_param.initial_values import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan, Precision
 from composable_shard.flat_param.param_classes import copy_unsharded

@@ -32,7 +32,8 @@ from composable_shard.comm import (
 )
 from composable_shard.comm.order import order_of
 from composable_shard.comm.trace import count_collectives
-from tests.harness.helpers import Planned, assert_equal, distributed
+from tests.harness.assertions import Planned, assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     assert_at_rest,
     loss_of,

@@ -40,8 +40,9 @@ from tests.flat_param.test_flat_mode import (
     make_flat,
     names,
 )
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Layer,
     Net,

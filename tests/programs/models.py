@@ -32,7 +32,8 @@ from composable_shard.planning import ShardingPlan
 from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.unit import ShardState
 from composable_shard.tensor import own_gradient
-from tests.harness.helpers import assert_equal, assert_within, device
+from tests.harness.assertions import assert_equal, assert_within
+from tests.harness.ranks import device
 
 __all__ = [
     "EVERYWHERE",

@@ -19,7 +19,8 @@ from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor
 from composable_shard.tensor.labels import ParamLabel
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.tensor.write_guard import WriteGuard
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 
 pytestmark = pytest.mark.fast
 
