@@ -6,18 +6,7 @@ part, the unsharded buffer and its states), `shown` (which parameters modules sh
 """
 
 import composable_shard.flat_param.observers  # answers to profilers
-from composable_shard.flat_param.entries import (
-    FlatSlot,
-    ModuleItems,
-    ParamEntry,
-    Slot,
-    dense_stride,
-    find_kept_items,
-    find_slots,
-    give_back,
-    slot_key,
-    take_place,
-)
+from composable_shard.flat_param.entries import ParamEntry, dense_stride
 from composable_shard.flat_param.flat_mode import (
     check_can_show_flat,
     check_can_show_originals,
@@ -49,4 +38,13 @@ from composable_shard.flat_param.owners import settle_owners
 from composable_shard.flat_param.param_classes import UnshardedParameter
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.shown import Shown
+from composable_shard.flat_param.slots import (
+    FlatSlot,
+    ModuleItems,
+    Slot,
+    find_kept_items,
+    find_slots,
+    slot_key,
+)
+from composable_shard.flat_param.swapping import give_back, take_place
 from composable_shard.flat_param.unsharded_params import LOCKED

@@ -16,17 +16,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composable_shard.flat_param.entries import (
-    FlatEntry,
-    FlatSlot,
-    ParamEntry,
-    hide,
-    hide_flat,
-    set_requires_grad,
-    unhide,
-)
+from composable_shard.flat_param.entries import FlatEntry, ParamEntry
+from composable_shard.flat_param.hidden import hide, hide_flat, set_requires_grad, unhide
 from composable_shard.flat_param.kept_params import stand_for, stand_for_itself
 from composable_shard.flat_param.scope_params import ScopeParams
+from composable_shard.flat_param.slots import FlatSlot
 from composable_shard.tensor import WriteGuard
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,

@@ -26,17 +26,8 @@ from composable_shard.flat_param.param_classes import (
     refuse_other_data,
 )
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import (
-    copy_attributes,
-    own_gradient,
-    set_gradient,
-    share_attributes,
-)
-from composable_shard.torch_private import (
-    post_accumulate_hooks_of,
-    set_versions,
-    version_of,
-)
+from composable_shard.tensor import copy_attributes, own_gradient, set_gradient, share_attributes
+from composable_shard.torch_private import post_accumulate_hooks_of, set_versions, version_of
 
 # The version of a parameter whose value is missing; no graph has saved this version. It is so large
 # that it is recognised in autograd's error.

@@ -12,6 +12,7 @@ from composable_shard.runtime.initialization import lazy_init, lazy_init_params
 from composable_shard.runtime.lockstep import note_setting
 from composable_shard.runtime.membership import join_owners, remember_trees, share_context
 from composable_shard.runtime.meta_buffers import place_buffers, watch_meta_buffers
+from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.tree import (
     ModuleTree,
     attach_state,
@@ -32,5 +33,5 @@ from composable_shard.runtime.tree import (
     select_states,
     tensor_groups,
 )
-from composable_shard.runtime.unit import ShardState, TrainingState
+from composable_shard.runtime.unit import ShardState
 from composable_shard.runtime.whole_model import check_whole

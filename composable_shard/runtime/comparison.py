@@ -65,29 +65,28 @@ def check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
 
 def describe_options(state: ShardState) -> str:
     """Return the options that all ranks must agree on."""
+    settings = state.settings
     text = (
         f"in unit '{state.name}' strategy={state.options.strategy.name} "
-        f"reshard_after_forward={state.settings.reshard_after_forward}{state.options.describe()}"
+        f"reshard_after_forward={settings.reshard_after_forward}{state.options.describe()}"
     )
-    settings: dict[str, object] = {
-        "comm_hook": state.handles and state.handles[0].grads.reduction.hook_name,
-        "gradient_divide_factor": state.handles and state.handles[0].grads.reduction.divide_factor,
-        "keeps_after_backward": [
-            handle.name for handle in state.handles if not handle.reshards_after_backward
-        ],
+    changed: dict[str, object] = {
+        "comm_hook": settings.hook_name,
+        "gradient_divide_factor": settings.gradient_divide_factor,
+        "keeps_after_backward": not settings.reshard_after_backward,
         "changed_registration": [
             handle.name
             for handle in state.handles
             if handle.shown.shows_flat is state.options.use_orig_params
         ],
-        "no_gradient_sync": not state.settings.requires_gradient_sync,
-        "no_all_reduce": not state.settings.requires_all_reduce,
-        "is_not_last_backward": not state.settings.is_last_backward,
-        "no_unshard_in_backward": not state.settings.unshard_in_backward,
-        "forward_prefetch": _names_of(state, state.settings.forward_prefetch),
-        "backward_prefetch": _names_of(state, state.settings.backward_prefetch),
+        "no_gradient_sync": not settings.requires_gradient_sync,
+        "no_all_reduce": not settings.requires_all_reduce,
+        "is_not_last_backward": not settings.is_last_backward,
+        "no_unshard_in_backward": not settings.unshard_in_backward,
+        "forward_prefetch": _names_of(state, settings.forward_prefetch),
+        "backward_prefetch": _names_of(state, settings.backward_prefetch),
     }
-    return text + "".join(f" {name}={value}" for name, value in settings.items() if value)
+    return text + "".join(f" {name}={value}" for name, value in changed.items() if value)
 
 
 def _names_of(state: ShardState, chosen: tuple[StateRef, ...] | None) -> str:

@@ -248,7 +248,7 @@ def test_wrong_registrations_are_refused() -> None:
     model.blocks[1].up.weight.register_hook(lambda _: register_comm_hook(model, None))
     with pytest.raises(RuntimeError, match="inside a backward pass"):
         loss.backward()
-    assert [handle.grads.reduction.hook_name for handle in get_handles(model)] == [
+    assert [handle.settings.hook_name for handle in get_handles(model)] == [
         *[None] * 3,
         "_PlainHook",
     ]

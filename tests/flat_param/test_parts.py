@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.flat_param import FullState, Precision, Shown
-from composable_shard.flat_param.entries import FlatSlot, ModuleItems, ParamEntry, find_slots
+from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.full_values import MOVES, FullValues
 from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.gradients import FlatGradients
@@ -19,6 +19,7 @@ from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.shown import ShownParams
+from composable_shard.flat_param.slots import FlatSlot, ModuleItems, find_slots
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
 from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec, UnitLabel, WriteGuard

@@ -27,7 +27,7 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import count_collectives, trace_events
 from composable_shard.flat_param import LOCKED, FullState
-from composable_shard.runtime.unit import UnitSettings
+from composable_shard.options import UnitSettings
 from tests.harness.assertions import assert_equal
 from tests.harness.ranks import distributed
 from tests.programs.models import (

@@ -29,7 +29,8 @@ from composable_shard import (
 from composable_shard.comm.trace import CollectiveLog
 from composable_shard.options import Granularity
 from composable_shard.planning import ShardingPlan
-from composable_shard.runtime.unit import ShardState, TrainingState
+from composable_shard.runtime.training_state import TrainingState
+from composable_shard.runtime.unit import ShardState
 from composable_shard.tensor import own_gradient
 from tests.harness.assertions import assert_equal, assert_within
 from tests.harness.ranks import device
