@@ -24,7 +24,7 @@ from composable_shard.comm.devices import (
 from composable_shard.comm.devices import abandon as abandon
 from composable_shard.comm.identity_exchange import exchange_identity
 from composable_shard.comm.messages import MAX_SMALL_NBYTES, MessageGroup, Works
-from composable_shard.comm.messages import settle as settle
+from composable_shard.comm.messages import wait_for_interrupted as wait_for_interrupted
 from composable_shard.comm.order import GroupOrder, identify, order_of
 
 
@@ -48,7 +48,7 @@ def _note(
     return order
 
 
-def _door(
+def _issuer_of(
     group: dist.ProcessGroup,
     device: torch.device,
     order: GroupOrder,
@@ -120,10 +120,10 @@ def all_reduce(
     """
     order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what, digest_nbytes)
     is_large = group.size() > 2 and tensor.nbytes > MAX_SMALL_NBYTES
-    door = _door(group, tensor.device, order, is_large=is_large)
+    issuer = _issuer_of(group, tensor.device, order, is_large=is_large)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
-    return _started(door.allreduce([as_real(tensor)], options), group)
+    return _started(issuer.allreduce([as_real(tensor)], options), group)
 
 
 def broadcast(
@@ -131,10 +131,10 @@ def broadcast(
 ) -> Waitable:
     """Start sending `tensor` from the rank with this number *in the group* to all others."""
     order = _note(group, "broadcast", tensor.nbytes, what)
-    door = _door(group, tensor.device, order, is_rare=what is None)
+    issuer = _issuer_of(group, tensor.device, order, is_rare=what is None)
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = group_rank, 0
-    return _started(door.broadcast([as_real(tensor)], options), group)
+    return _started(issuer.broadcast([as_real(tensor)], options), group)
 
 
 def all_gather_uneven(

@@ -52,7 +52,7 @@ class HostGroup(Ranks):
         """Take over the name of an earlier run; "" keeps the name."""
         self.run = run or self.run
 
-    def take_pending(self, save: Any) -> Any:
+    def swap_pending(self, save: Any) -> Any:
         """Note the save that runs in the background, or None; return the one noted before."""
         before, self._pending = self._pending, save
         return before
@@ -152,7 +152,7 @@ def get_host_group() -> HostGroup:
         before = None if known is None else known[1]
         _groups[os.getpid()] = known = world, HostGroup(group)
         if before is not None:
-            known[1].take_pending(before.take_pending(None))  # it continues on the earlier group
+            known[1].swap_pending(before.swap_pending(None))  # it continues on the earlier group
             known[1].continue_run(before.run)
     return known[1]
 

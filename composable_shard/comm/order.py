@@ -85,7 +85,7 @@ class GroupOrder:
         self.timeout: timedelta | None = None  # of its messages; None for the group's
         # Formed by `fully_shard` so far, by the names of all groups that a unit goes over
         self.num_units: Counter[tuple[str, ...]] = Counter()
-        # What was started last, for `settle`; an interrupt's traceback keeps it
+        # What was started last, for `wait_for_interrupted`; an interrupt's traceback keeps it
         self.posted: ReferenceType[Waitable] | None = None
         self.last_step: list[int] = []  # of the last step, what all data-parallel ranks issue
         # Whether identities are exchanged before a backend's collectives, and before gloo's [Note:

@@ -179,6 +179,8 @@ def build_state(plan: Plan, built: Built, shard_group: ShardGroup, undo: ExitSta
         handle.shown.set_flat_slot(FlatSlot(plan.modules[0], f"{FLAT_PARAM_NAME}{suffix}"))
         if not options.use_orig_params:
             make_flat_entry(handle)
+    # The entries get the users' objects before a flat parameter hides these. Places are indexed
+    # before they are shown, and an inverse is registered before its change, [Note: Undo].
     for members, handle in built:
         for original, entry in zip(members, handle.entries, strict=True):
             entry.add_slots(original.slots)

@@ -45,6 +45,7 @@ def check_modules(modules: list[nn.Module]) -> None:
     """Check that modules can be one unit: not sharded yet, and with calls that run hooks."""
     for module in modules:
         kind = type(module).__name__
+        # Before `find_applied`, which finds our own mark too and would name torch.
         if read_state(module) is not None:
             raise ValueError(
                 f"fully_shard was already applied to this {kind}; it can be applied to a module "
@@ -97,6 +98,7 @@ def check_params(originals: list[Original], shard_group: ShardGroup | None) -> N
                 f"parameter '{fqn}' is the full form of one that a unit manages already, shown by "
                 "unshard, unshard_params or a forward. Shard before that, inner modules first."
             )
+        # Before `values_of`, in which torch raises an error of its own for these.
         if not is_plain and isinstance(param, UninitializedParameter):
             raise ValueError(
                 f"parameter '{fqn}' has no shape yet (a lazy module). Run one forward before "

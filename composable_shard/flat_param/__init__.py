@@ -5,7 +5,7 @@ part, the unsharded buffer and its states), `shown` (which parameters modules sh
 (packing, reduction, `.grad`). Read `handle`, `full_values` and `gradients` first.
 """
 
-import composable_shard.flat_param.observers  # answers to profilers
+import composable_shard.flat_param.profiler_ranges  # answers to profilers
 from composable_shard.flat_param.entries import ParamEntry, dense_stride
 from composable_shard.flat_param.flat_mode import (
     check_can_show_flat,
@@ -34,7 +34,7 @@ from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.gradients import drop_unpacked
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import Extension, Precision, plan_layout
-from composable_shard.flat_param.owners import settle_owners
+from composable_shard.flat_param.owners import balance_owners
 from composable_shard.flat_param.param_classes import UnshardedParameter
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.shown import Shown

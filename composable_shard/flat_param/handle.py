@@ -327,7 +327,7 @@ class FlatParamHandle:
             self._adopt_requires_grad()
             self.shown.adopt_hooks()
             # A backward keeps buffers whose parameters were frozen: the next forward frees them.
-            self.guard.note_attributes(self.guard.is_backward_running)
+            self.guard.set_new_attributes(self.guard.is_backward_running)
 
     def _adopt_shown_flags(self, where: str) -> None:
         changed = self.full.params.changed_flags()
@@ -373,7 +373,7 @@ class FlatParamHandle:
             self.take_slices(self.full)  # each old slice is freed as its parameter leaves it
             if self.on_gradient is not None:
                 self._build_unsharded_params()
-        self.guard.note_attributes(True)
+        self.guard.set_new_attributes(True)
         self.is_attached = self.on_gradient is not None  # last, as in `attach`
 
     def take_slices(self, before: FullValues | None = None) -> None:

@@ -352,7 +352,7 @@ class ShownParams:
         """
         entries = _with_hooks(self.at_rest)
         if not entries:
-            self.guard.note_no_hooks()
+            self.guard.set_no_hooks()
         for entry in entries:
             if entry.sharded.grad is not None:
                 for hook in list((post_accumulate_hooks_of(entry.sharded) or {}).values()):

@@ -256,6 +256,8 @@ class FlatLayout:
         """Return where the shard of `rank` begins; for `world_size`, where the last one ends."""
         if self.owners:
             return self._start_of(bisect_left(self.owners, rank)) if rank else 0
+        # Before equal cuts: of the parameters that `keep` kept, ranks own what they own in the
+        # base.
         if self.base is not None:
             cut = self.base.cut(rank)
             index = bisect_right(self.base.offsets, cut) - 1

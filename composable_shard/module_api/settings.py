@@ -264,6 +264,7 @@ def register_comm_hook(
     states = select_states(module, recurse)
     for context in {each.context for each in states if each.context is not None}:
         check_is_idle(context, "a comm hook can't be registered or taken away")
+    # All units are checked before the first gets the hook; the note names what the record then has.
     for each in states if hook is not None else ():
         if each.settings.comm_hook is not None:
             name = each.settings.hook_name

@@ -134,6 +134,7 @@ def _set_to_start(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             for name, value in optimizer.state.get(param, {}).items():
+                # The groups must have their own values again: the step on zeros set lr to 0.
                 start = group["lr"] if name == "eta" else _START.get(name)
                 if start is not None and isinstance(value, Tensor):
                     value.fill_(start)

@@ -184,6 +184,7 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
             "estimate(model, ...)."
         )
     tree = ModuleTree(module)
+    # All modules before the first unit: one unit may have several, anywhere in the model.
     modules: dict[ShardState, list[nn.Module]] = {}
     for each in module.modules():
         state = read_state(each)
@@ -221,6 +222,7 @@ def _describe_unit(
         for rank in range(handle.shard_group.size)
     )
     entries = [entry for handle in handles for entry in handle.entries]
+    # Of what modules show at rest: an optimizer of a flat parameter has no state of the originals.
     if held is None:
         optimizer_nbytes = own.optimizer_nbytes
     else:

@@ -51,6 +51,8 @@ def choose_units(
     _merge("the defaults", defaults)
     for rule in rules:
         _merge(rule.label, {**defaults, **(rule.options or {})})
+    # Wrong options are named first, also of a rule that selects nothing. An earlier rule keeps its
+    # modules, so the order of the rules is that of this loop.
     taken: dict[nn.Module, _Taken] = {}
     for rule in rules:
         new = _find(tree, rule, taken)

@@ -7,7 +7,7 @@ from composable_shard.runtime.buffer_broadcast import BufferBroadcast, check_can
 from composable_shard.runtime.casts import Boundary, cast_arguments, cast_buffers, cast_output
 from composable_shard.runtime.containers import iter_tensors
 from composable_shard.runtime.forward import check_is_idle, post_forward, pre_forward
-from composable_shard.runtime.gathers import apply_policy, find_small_group, release_handle
+from composable_shard.runtime.gathers import apply_policy, make_small_group, release_handle
 from composable_shard.runtime.initialization import lazy_init, lazy_init_params
 from composable_shard.runtime.lockstep import note_setting
 from composable_shard.runtime.membership import join_owners, remember_trees, share_context

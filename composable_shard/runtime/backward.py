@@ -182,7 +182,7 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
         return
     # A nested backward (reentrant checkpointing) finishes a parameter that this backward, or
     # another nested one, may use again.
-    known = state.known_forwards
+    known = state.inspection
     if current_backward_id() != backward.graph_task_id:
         known.runs_backwards = True
         if not item.is_reduced and item.is_wanted:

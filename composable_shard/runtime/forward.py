@@ -155,7 +155,7 @@ def _number_call(context: TreeContext, state: ShardState, call: ForwardCall[Shar
         state.last_call = last_call = UnitCall(graphs.num_calls)
         graphs.num_calls += 1
         call.innermost = CallReached(state, last_call, call.innermost)
-        top, known = top_saved_tensors_hooks(False), state.known_forwards
+        top, known = top_saved_tensors_hooks(False), state.inspection
         may_begin = top is not None or known.is_watched or known.keeps_hooks
         if may_begin and known.begin(state.name, state.needed, top):
             last_call.region = graphs.enter_region(outermost_region(), state.ref)
@@ -241,7 +241,7 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
         reached = None  # this call records no graph
     state.transition(TrainingState.IDLE)
     state.modules_to_run -= 1
-    is_armed, known = False, state.known_forwards
+    is_armed, known = False, state.inspection
     has_hooks = known.hooks is not None
     try:
         if has_hooks:
@@ -328,7 +328,7 @@ def _recover_interrupted_call(context: TreeContext) -> None:
     if context.has_aborted:
         drop_aborted(context)
     for other in reversed(alive(context.entered)):
-        other.known_forwards.end(other.name, None)
+        other.inspection.end(other.name, None)
         # After a KeyboardInterrupt the post-forward hook has not run.
         other.depth = 0
         if other.training_state is TrainingState.FORWARD:

@@ -223,11 +223,11 @@ def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:
         return
     state.change(reshard_after_forward=value)
     for handle in state.handles:
-        handle.full.set_small_group(find_small_group(handle.shard_group, value))
+        handle.full.set_small_group(make_small_group(handle.shard_group, value))
 
 
-def find_small_group(shard_group: ShardGroup, value: ReshardAfterForward) -> SmallGroup | None:
-    """Return the group of n neighbouring ranks for a checked number n; None for other values."""
+def make_small_group(shard_group: ShardGroup, value: ReshardAfterForward) -> SmallGroup | None:
+    """Make the group of n neighbouring ranks for a checked number n; None for other values."""
     if value is None or isinstance(value, bool):
         return None
     return SmallGroup.of(shard_group, value)

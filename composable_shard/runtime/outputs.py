@@ -49,7 +49,7 @@ def arm(
     if current_dual_level() >= 0:
         serve_graphs(state)  # [Note: Transforms]
     late = "" if isinstance(output, Tensor) else find_late_output(output)
-    if late or state.known_forwards.late_output:
+    if late or state.inspection.late_output:
         _note_late_output(state, late)
     num_nodes = next_sequence_nr() - state.last_call.sequence_nr
     # Addresses of full buffers that hold values and may be freed before a view of them.
@@ -75,7 +75,7 @@ def arm(
         tensors = _tensors(output)
     if call is not None:
         call.output_sequence_nr = next_sequence_nr()
-    if state.known_forwards.keeps.get(num_nodes, True):
+    if state.inspection.keeps.get(num_nodes, True):
         kept = _find_kept(state, module, extents, num_nodes, is_looked_at=is_looked_at)
         tensors = [*tensors, *kept]
     return output, _register(context, state, tensors, reached)
@@ -85,11 +85,11 @@ def _note_late_output(state: ShardState, late: str) -> None:
     """Keep the values that what a forward has returned may read. [Note: Late outputs]"""
     if late:
         serve_graphs(state)
-    if late != state.known_forwards.late_output:
-        state.known_forwards.note_late_output(late)
+    if late != state.inspection.late_output:
+        state.inspection.set_late_output(late)
         for handle in state.needed:
             for label in handle.labels():
-                label.note_late_output(late)
+                label.set_late_output(late)
 
 
 def _find_kept(
@@ -106,7 +106,7 @@ def _find_kept(
     """
     found = list(kept_tensors(module))
     kept = [tensor for tensor in found if not _is_older(tensor, state.last_call.sequence_nr)]
-    known = state.known_forwards
+    known = state.inspection
     if num_nodes in known.keeps:
         return kept
     if extents and not state.is_held:

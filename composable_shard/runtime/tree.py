@@ -98,6 +98,7 @@ def class_without_hooks(module: nn.Module) -> type | None:
 
     One that passes the call on runs them, and one without code to look at may.
     """
+    # In the order in which Python runs them: the first that does not pass the call on decides.
     for kind in type(module).__mro__:
         if kind is nn.Module:
             return None

@@ -18,7 +18,7 @@ from composable_shard.runtime.buffer_broadcast import BufferBroadcast
 from composable_shard.runtime.forward_call import ForwardCall
 from composable_shard.runtime.open_graphs import OpenGraphs, UnitCall, alive
 from composable_shard.runtime.reduction_order import ReductionOrder
-from composable_shard.runtime.saved_values import KnownForwards
+from composable_shard.runtime.saved_values import Inspection
 from composable_shard.runtime.training_state import MOVES, TrainingState
 from composable_shard.torch_private import backward_hooks_of
 
@@ -42,9 +42,9 @@ class ShardState:
         depth: Number of running calls of its modules.
         is_in_pass: A forward of its modules claims its full parameters.
         last_call: Its last graph-recording call.
-        known_forwards: What is known of reads of its full parameters, [Note: Aliases].
+        inspection: What is known of reads of its full parameters, [Note: Aliases].
         forward_order: The units in the order of the last call that this unit led.
-        load_call: Missing keys and prefix of the last load_state_dict, from `note_load`.
+        load_call: Missing keys and prefix of the last load_state_dict, from `set_load_call`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ShardState:
         self.has_buckets = has_buckets
         parts = [part for module in modules for part in module.modules()]
         hooks = [each for part in parts for each in backward_hooks_of(part)]
-        self.known_forwards = KnownForwards(hooks)
+        self.inspection = Inspection(hooks)
         self.num_modules = self.modules_to_run = len(modules)
         self.training_state = TrainingState.IDLE
         self.is_in_pass = False
@@ -122,7 +122,7 @@ class ShardState:
             if not handle.full.claims:
                 handle.take_back("between unshard and reshard")
 
-    def note_load(self, missing_keys: list[str], prefix: str) -> None:
+    def set_load_call(self, missing_keys: list[str], prefix: str) -> None:
         """Note a load_state_dict: its missing keys, and the prefix below which all is loaded."""
         self.load_call = missing_keys, prefix
 
@@ -172,7 +172,7 @@ class TreeContext:
 
     Attributes:
         modules: Weak references to the outermost modules.
-        around: Weak references to the outermost modules, sharded or not, whose calls run these;
+        callers: Weak references to the outermost modules, sharded or not, whose calls run these;
             each call checks them for added and removed modules.
         states: The units, outermost first.
         device: Device on which the units compute.
@@ -193,7 +193,7 @@ class TreeContext:
         self, modules: list[nn.Module], states: list[ShardState], device: torch.device
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
-        self.around: dict[weakref.ref[nn.Module], None] = {}
+        self.callers: dict[weakref.ref[nn.Module], None] = {}
         self.states: list[StateRef] = [state.ref for state in states]
         self.device = device
         self.call: ForwardCall[ShardState] | None = None
@@ -214,7 +214,7 @@ class TreeContext:
             state.context = self
         self.modules = [ref for ref in self.modules + other.modules if ref() is not None]
         self.states = [ref for ref in self.states + other.states if ref() is not None]
-        self.around |= other.around
+        self.callers |= other.callers
         other.modules, other.states, other.graphs = [], [], OpenGraphs()
         self.has_agreed = self.has_agreed and other.has_agreed
         self.is_checked = self.is_checked and other.is_checked
@@ -229,7 +229,7 @@ class TreeContext:
         compared with the other ranks'.
         """
         other.modules, other.has_changed = [], False
-        self.around = dict(other.around)
+        self.callers = dict(other.callers)
         if are_known:
             self.has_agreed = self.is_checked = True
             self.reduction_order = other.reduction_order and ReductionOrder()
@@ -255,7 +255,7 @@ class TreeContext:
 
     def watched_modules(self) -> list[nn.Module]:
         """Return the modules in which a call looks for new contents and for units taken out."""
-        return alive(dict.fromkeys([*self.around, *self.modules]))
+        return alive(dict.fromkeys([*self.callers, *self.modules]))
 
     def live_states(self) -> list[ShardState]:
         """Return the units that still exist."""

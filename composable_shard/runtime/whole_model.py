@@ -79,6 +79,7 @@ def _iter_unknown(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Itera
     seen.add(module)
     if isinstance(module, _OTHER_LIBRARIES):
         return
+    # Our own mark is found too. Below a unit there may be parameters that came later.
     if read_state(module) is None and find_applied(module) is not None:
         return
     for key, param in parameters_of(module).items():

@@ -80,6 +80,8 @@ def find_problems(
         for key, value in module.state_dict(prefix=prefix).items()
     }
     given = {name: state_dict[key] for name, key in keys_by_name(state_dict, prefix).items()}
+    # Names below a module that translates are checked by nobody here: the names that it is given
+    # need not be those that it has.
     translated = tuple(
         unwrapped(f"{prefix}{path}." if path else prefix)
         for path, child in module.named_modules(remove_duplicate=False)
@@ -276,7 +278,7 @@ def _is_done(state: ShardState, module: nn.Module, prefix: str, missing_keys: li
     hooks = [hook for each in module.modules() for hook in load_pre_hooks_of(each).values()]
     for hook in (getattr(hook, "hook", hook) for hook in hooks):
         if getattr(hook, "func", None) is load_values:
-            hook.args[0].note_load(missing_keys, prefix)
+            hook.args[0].set_load_call(missing_keys, prefix)
     return False
 
 

@@ -140,6 +140,7 @@ def flatten(state: Mapping[Any, Any], label: str, cuts: Cuts) -> dict[str, Any]:
             flat[name] = value
         else:
             odd[name] = value
+    # After the plain values, whose names stay: those of encoded ones begin with `REST`.
     path = REST + (label if label in cuts.specs else "")
     for name, value in odd.items():
         tensors: dict[str, Tensor] = {}

@@ -191,6 +191,7 @@ def _as_saved(found: Any, saved: Any, *, is_cast: bool) -> Any:
     if isinstance(saved, dict):
         for key in found.keys() & saved.keys():
             found[key] = _as_saved(found[key], saved[key], is_cast=is_cast)
+    # By exact class: a named tuple takes its items one by one, and is left as it was loaded.
     elif type(saved) in (list, tuple, deque) and len(found) == len(saved):
         pairs = zip(found, saved, strict=True)
         items = [_as_saved(one, two, is_cast=is_cast) for one, two in pairs]
