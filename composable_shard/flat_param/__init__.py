@@ -7,6 +7,7 @@ part, the unsharded buffer and its states), `shown` (which parameters modules sh
 
 import composable_shard.flat_param.observers  # answers to profilers
 from composable_shard.flat_param.entries import ParamEntry, dense_stride
+from composable_shard.flat_param.extended_gathers import Extension
 from composable_shard.flat_param.flat_mode import (
     check_can_show_flat,
     check_can_show_originals,
@@ -33,9 +34,10 @@ from composable_shard.flat_param.full_values import HAVE_VALUES, FullState
 from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.gradients import drop_unpacked
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
-from composable_shard.flat_param.memory import Extension, Precision, plan_layout
+from composable_shard.flat_param.memory import plan_layout
 from composable_shard.flat_param.owners import settle_owners
 from composable_shard.flat_param.param_classes import UnshardedParameter
+from composable_shard.flat_param.precision import Precision
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.shown import Shown
 from composable_shard.flat_param.slots import (

@@ -19,8 +19,9 @@ from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, Full
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
 from composable_shard.flat_param.hidden import set_requires_grad
 from composable_shard.flat_param.local_shard import InitialValues
-from composable_shard.flat_param.memory import MemoryPlan, Precision
+from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.param_classes import copy_unsharded
+from composable_shard.flat_param.precision import Precision
 from composable_shard.flat_param.shown import (
     SHARDED,
     ShownParams,
@@ -40,10 +41,7 @@ from composable_shard.tensor import (
     WriteGuard,
     step_hooks,
 )
-from composable_shard.torch_private import (
-    version_of,
-    will_run_node,
-)
+from composable_shard.torch_private import version_of, will_run_node
 
 GradientHook = Callable[["FlatParamHandle", int], None]
 
