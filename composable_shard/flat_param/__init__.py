@@ -8,35 +8,39 @@ part, the unsharded buffer and its states), `shown` (which parameters modules sh
 import composable_shard.flat_param.observers  # answers to profilers
 from composable_shard.flat_param.entries import ParamEntry, dense_stride
 from composable_shard.flat_param.extended_gathers import Extension
-from composable_shard.flat_param.flat_mode import (
+from composable_shard.flat_param.flat_form import (
     check_can_show_flat,
     check_can_show_originals,
     check_requires_grad,
-    drop_gradient,
-    drop_pending,
-    forget_pending,
-    gradient_shard,
-    has_gradients,
-    keep_left_gradients,
     keep_requires_grad,
     make_flat_entry,
-    mark_pending,
-    needs_reduction,
-    pending_values,
-    set_gradients,
-    settle_pending,
-    settled,
     show_flat,
     show_originals,
-    write_unsharded_gradients,
 )
 from composable_shard.flat_param.full_values import HAVE_VALUES, FullState
 from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.gradients import drop_unpacked
+from composable_shard.flat_param.gradients_at_rest import (
+    drop_gradient,
+    gradient_shard,
+    has_gradients,
+    set_gradients,
+    write_unsharded_gradients,
+)
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import plan_layout
 from composable_shard.flat_param.owners import settle_owners
 from composable_shard.flat_param.param_classes import UnshardedParameter
+from composable_shard.flat_param.pending_gradients import (
+    drop_pending,
+    forget_pending,
+    keep_left_gradients,
+    mark_pending,
+    needs_reduction,
+    pending_values,
+    settle_pending,
+    settled,
+)
 from composable_shard.flat_param.precision import Precision
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.shown import Shown

@@ -25,13 +25,13 @@ from composable_shard.flat_param.grad_pieces import (
     GradPieces,
     OwnBuffer,
     Packing,
+    add_gradients,
     check_has_place,
     copy_arrived,
     local_gradient,
     move_shard,
     note_used,
     packing_scale,
-    set_gradients,
     wrap_all,
     write_gradient,
 )
@@ -434,7 +434,7 @@ class FlatGradients:
         if pieces is None and reduced is not None:
             pieces = self.pieces.split(reduced)
         if pieces is not None:
-            set_gradients(at_rest, wrap_all(pieces, at_rest), used)
+            add_gradients(at_rest, wrap_all(pieces, at_rest), used)
         if self.has_graph:
             self.has_graph = False
             refuse_graphs([each.sharded for each in at_rest], used)
