@@ -8,11 +8,7 @@ from operator import add, or_
 import torch
 from torch import Tensor, is_grad_enabled, mul
 
-from composable_shard.comm import (
-    ShardGroup,
-    Streams,
-    trace,
-)
+from composable_shard.comm import ShardGroup, Streams, trace
 from composable_shard.flat_param.entries import zero_gaps
 from composable_shard.flat_param.full_values import (
     CURRENT,
@@ -392,6 +388,8 @@ class FlatGradients:
         """
         if self.reduction.output is None:
             return
+        # Free the buffers after the wait, which ends the reads of them, but also if it fails: the
+        # reduction has given up its output by then, so no later `finish` would come this far.
         try:
             output = self.reduction.finish()
         finally:

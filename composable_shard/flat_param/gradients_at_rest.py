@@ -17,13 +17,7 @@ from composable_shard.flat_param.grad_pieces import (
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.param_classes import ALL
 from composable_shard.flat_param.pending_gradients import drop_waiting, settled
-from composable_shard.tensor import (
-    FlatShard,
-    own_gradient,
-    reduced_gradient,
-    set_gradient,
-    wrap,
-)
+from composable_shard.tensor import FlatShard, own_gradient, reduced_gradient, set_gradient, wrap
 
 
 def drop_gradient(handle: FlatParamHandle, index: int) -> None:

@@ -12,15 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from composable_shard.flat_param.grad_pieces import (
-    move_shard,
-)
+from composable_shard.flat_param.grad_pieces import move_shard
 from composable_shard.flat_param.handle import FlatParamHandle
-from composable_shard.tensor import (
-    hide_pending,
-    own_gradient,
-    show_pending,
-)
+from composable_shard.tensor import hide_pending, own_gradient, show_pending
 
 
 def needs_reduction(handle: FlatParamHandle) -> bool:
@@ -128,6 +122,8 @@ def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:
     if partial is None:
         return found
     partial = move_shard(partial, grads.layout, handle.layout, group.rank)
+    # The gather is a collective, so all ranks come here, also those that have dropped their own
+    # gradients: `partial` outlives them, with zeros in their place.
     full = handle.shard.new_full()
     handle.shard.gather_into(full, partial)
     full.mul_((grads.reduction.divide_factor or group.num_ranks) / group.size)
