@@ -2,7 +2,9 @@
 
 `handle` ties four parts together: the local shard and the full values (`full_values`: this rank's
 part, the unsharded buffer and its states), `shown` (which parameters modules show) and `gradients`
-(packing, reduction, `.grad`). Read `handle`, `full_values` and `gradients` first.
+(packing, reduction, `.grad`). Read `handle`, `full_values` and `gradients` first. Options are in
+rooms of their own: `flat_form`, `pending_gradients`, `scopes` and `scope_params`, `user_hooks`,
+`precision`, `host_gradient`, `owners`, `extended_gathers`.
 """
 
 import composable_shard.flat_param.observers  # answers to profilers
@@ -11,8 +13,6 @@ from composable_shard.flat_param.extended_gathers import Extension
 from composable_shard.flat_param.flat_form import (
     check_can_show_flat,
     check_can_show_originals,
-    check_requires_grad,
-    keep_requires_grad,
     make_flat_entry,
     show_flat,
     show_originals,
@@ -43,6 +43,15 @@ from composable_shard.flat_param.pending_gradients import (
 )
 from composable_shard.flat_param.precision import Precision
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
+from composable_shard.flat_param.scopes import (
+    check_scope,
+    check_scope_flags,
+    enter_scope,
+    keep_scope_flags,
+    leave_scope,
+    show_in_scope,
+    show_scope_params,
+)
 from composable_shard.flat_param.shown import Shown
 from composable_shard.flat_param.slots import (
     FlatSlot,
@@ -54,3 +63,4 @@ from composable_shard.flat_param.slots import (
 )
 from composable_shard.flat_param.swapping import give_back, take_place
 from composable_shard.flat_param.unsharded_params import LOCKED
+from composable_shard.flat_param.user_hooks import has_gradient_hooks, run_gradient_hooks

@@ -12,13 +12,8 @@ from composable_shard.flat_param.gradients_at_rest import gradient_shard, has_gr
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.param_classes import ALL, UnshardedParameter
 from composable_shard.flat_param.pending_gradients import settled
-from composable_shard.flat_param.shown import check_flags, take_flags
-from composable_shard.tensor import (
-    FlatShard,
-    ShardSpec,
-    flat_spec,
-    wrap,
-)
+from composable_shard.flat_param.user_hooks import adopt_hooks
+from composable_shard.tensor import FlatShard, ShardSpec, flat_spec, wrap
 from composable_shard.torch_private import post_accumulate_hooks_of
 
 
@@ -76,7 +71,7 @@ def check_can_show_flat(handle: FlatParamHandle) -> None:
 
 def check_can_show_originals(handle: FlatParamHandle) -> None:
     """Check that no hook is lost; changes nothing."""
-    handle.shown.adopt_hooks()
+    adopt_hooks(handle.shown)
     has_gradients(handle)
     if handle.shown.flat is not None and post_accumulate_hooks_of(handle.shown.flat.sharded):
         raise RuntimeError(
@@ -125,21 +120,6 @@ def show_originals(handle: FlatParamHandle) -> None:
     shown.index_slots()
     shown.show_unsharded_as(None)
     shown.flat_slot.remove()
-
-
-def check_requires_grad(handle: FlatParamHandle) -> None:
-    """Check that flags set in a scope's body still allow one flat parameter."""
-    if handle.shown.scope is not None:
-        flags = [param.requires_grad for param in handle.shown.scope.params]
-        check_flags(handle.shown, flags, handle.name, "inside unshard_params")
-
-
-def keep_requires_grad(handle: FlatParamHandle) -> None:
-    """Adopt the `requires_grad` flags that a scope's body set, as if set outside."""
-    shown = handle.shown
-    flags = () if shown.scope is None else [p.requires_grad for p in shown.scope.params]
-    if not shown.shows_flat or len(set(flags)) == 1:
-        take_flags(shown, flags)
 
 
 def _move_gradients_to_flat(handle: FlatParamHandle, flat: FlatEntry) -> None:

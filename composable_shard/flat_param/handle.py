@@ -30,6 +30,7 @@ from composable_shard.flat_param.shown import (
     trainable_flags,
 )
 from composable_shard.flat_param.storage import alloc_storage, free_storage
+from composable_shard.flat_param.user_hooks import adopt_hooks
 from composable_shard.layout import FlatLayout
 from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy
 from composable_shard.tensor import (
@@ -324,7 +325,7 @@ class FlatParamHandle:
             self._adopt_shown_flags("while its full values were shown")
         if self.guard.has_new_attributes and self.is_attached:
             self._adopt_requires_grad()
-            self.shown.adopt_hooks()
+            adopt_hooks(self.shown)
             # A backward keeps buffers whose parameters were frozen: the next forward frees them.
             self.guard.note_attributes(self.guard.is_backward_running)
 

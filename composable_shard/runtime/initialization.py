@@ -19,7 +19,12 @@ from composable_shard.comm import (
     compare_units,
     exchange_always,
 )
-from composable_shard.flat_param import FlatParamHandle, drop_gradient, settle_owners
+from composable_shard.flat_param import (
+    FlatParamHandle,
+    drop_gradient,
+    has_gradient_hooks,
+    settle_owners,
+)
 from composable_shard.runtime.aborted import next_backward_id
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.membership import has_other_units, renew_context, share_context
@@ -239,7 +244,7 @@ def _check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
         mesh.lines.extend(f"'{name}' is managed by no unit" for name in unmanaged)
         # Last: a difference in what the ranks have built says more.
         mesh.lines.extend(f"{h.label.text} of the units over these ranks" for h in mesh.handles)
-        has_hooks = [handle.shown.has_gradient_hooks for handle in mesh.handles]
+        has_hooks = [has_gradient_hooks(handle.shown) for handle in mesh.handles]
         any_hooks = compare_units(mesh.ranks, mesh.lines, any(has_hooks), mesh.initial)
         mesh.note_number()
         if any_hooks:
