@@ -60,7 +60,7 @@ from enum import Enum, auto
 from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import FlagReduction, Proposal, trace
-from composable_shard.flat_param import FlatParamHandle, needs_reduction
+from composable_shard.flat_param import FlatParamHandle, needs_reduction, run_gradient_hooks
 from composable_shard.runtime.gathers import release_after_backward
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.torch_private import current_backward_id, will_run_node
@@ -442,7 +442,7 @@ class ReductionQueue:
             trace.record("gradient_hooks", handle.name)
         try:
             if handle.guard.may_have_hooks:
-                handle.shown.run_gradient_hooks()
+                run_gradient_hooks(handle.shown)
         except BaseException as error:
             # Raise it at the end, because the other ranks wait for this rank's collectives.
             self.hook_error = error
