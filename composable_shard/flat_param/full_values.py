@@ -194,6 +194,9 @@ class FullValues:
 
         See `FlatParamHandle.unshard`. If the gather fails, the values are freed.
         """
+        # The wait comes first: two gathers into one buffer could end in either order. The lock
+        # comes before the gather, which overwrites what a graph may read as soon as it is issued;
+        # freed values were locked when they were freed.
         if self.state is GATHERING:
             self.wait()
         if self.state is CURRENT:
@@ -209,6 +212,8 @@ class FullValues:
         except BaseException:
             self._give_up(None, streams)
             raise
+        # Last: if an interrupt cuts `_give_up` short, the state stays GATHERING, and with the count
+        # set the next forward would take for values what nobody has written.
         self.writes = self.shard.guard.num_writes
         if self._gather is None:
             self.move(CURRENT)

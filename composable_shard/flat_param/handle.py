@@ -19,8 +19,9 @@ from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, Full
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
 from composable_shard.flat_param.hidden import set_requires_grad
 from composable_shard.flat_param.initial_values import InitialValues
-from composable_shard.flat_param.memory import MemoryPlan, Precision
+from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.param_classes import copy_unsharded
+from composable_shard.flat_param.precision import Precision
 from composable_shard.flat_param.shown import (
     SHARDED,
     ShownParams,
@@ -29,6 +30,7 @@ from composable_shard.flat_param.shown import (
     trainable_flags,
 )
 from composable_shard.flat_param.storage import alloc_storage, free_storage
+from composable_shard.flat_param.user_hooks import adopt_hooks
 from composable_shard.layout import FlatLayout
 from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy, UnitSettings
 from composable_shard.tensor import (
@@ -40,10 +42,7 @@ from composable_shard.tensor import (
     WriteGuard,
     step_hooks,
 )
-from composable_shard.torch_private import (
-    version_of,
-    will_run_node,
-)
+from composable_shard.torch_private import version_of, will_run_node
 
 GradientHook = Callable[["FlatParamHandle", int], None]
 
@@ -325,7 +324,7 @@ class FlatParamHandle:
             self._adopt_shown_flags("while its full values were shown")
         if self.guard.has_new_attributes and self.is_attached:
             self._adopt_requires_grad()
-            self.shown.adopt_hooks()
+            adopt_hooks(self.shown)
             # A backward keeps buffers whose parameters were frozen: the next forward frees them.
             self.guard.set_new_attributes(self.guard.is_backward_running)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from composable_shard.comm import FlagReduction, Ranks, ShardGroup, compare_units
-from composable_shard.flat_param import FlatParamHandle
+from composable_shard.flat_param import FlatParamHandle, has_gradient_hooks
 from composable_shard.options import UnitSettings
 from composable_shard.runtime.unit import ShardState, StateRef
 from composable_shard.runtime.whole_model import raise_unmanaged
@@ -47,7 +47,7 @@ def check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
         mesh.lines.extend(f"'{name}' is managed by no unit" for name in unmanaged)
         # Last: a difference in what the ranks have built says more.
         mesh.lines.extend(f"{h.label.text} of the units over these ranks" for h in mesh.handles)
-        has_hooks = [handle.shown.has_gradient_hooks for handle in mesh.handles]
+        has_hooks = [has_gradient_hooks(handle.shown) for handle in mesh.handles]
         any_hooks = compare_units(mesh.ranks, mesh.lines, any(has_hooks), mesh.initial)
         mesh.set_first_calls()
         if any_hooks:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import drop_unpacked, keep_left_gradients
+from composable_shard.flat_param import drop_unpacked, keep_left_gradients, show_scope_params
 from composable_shard.runtime.aborted import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import CallReached, recompute
 from composable_shard.runtime.contents import has_changed
@@ -209,7 +209,7 @@ def _show_scopes(state: ShardState) -> None:
                 f"a training forward of unit '{state.name}' inside unshard_params: gradients would "
                 "not be reduced. Run it under torch.no_grad(), or train outside the scope."
             )
-        handle.shown.show_scope_params()
+        show_scope_params(handle.shown)
 
 
 # After a forward

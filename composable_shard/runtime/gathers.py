@@ -207,6 +207,8 @@ def return_to_idle(context: TreeContext) -> None:
         if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
         for handle in state.handles:
+            # Of each handle: writes are refused until then, also where the unit's end has freed the
+            # values and nothing is left to release.
             handle.guard.set_in_backward(False)
             is_freed = handle.full.state is FullState.FREED
             if handle.shown.state is not Shown.SHARDED or not is_freed:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.step_counter import is_inside_collective
 from composable_shard import clip_grad_norm_, fully_shard, get_handles, no_sync
 from composable_shard.comm.messages import exchange
 from composable_shard.comm.order import GroupOrder
 from composable_shard.comm.trace import CollectiveLog, Event, count_collectives, trace_events
+from tests.common.step_counter import is_inside_collective
 from tests.harness.ranks import distributed
 from tests.programs.models import FailingMode, Net, rank_input
 
