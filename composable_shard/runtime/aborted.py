@@ -131,7 +131,7 @@ def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]
     armed = alive(context.graphs.armed)
     groups = {group for h in context.live_handles() for group in h.shard_group.joint_groups}
     if not any(map(has_failed, groups)):  # whose error tells more
-        warn_of_late_read([s.name for s in armed if s.needed and s.training_state is IDLE])
+        warn_of_late_read([s.name for s in armed if s.needed_handles and s.training_state is IDLE])
     for state in context.live_states():
         for handle in state.handles:
             handle.grads.take_directly(False)

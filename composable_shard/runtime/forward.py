@@ -119,7 +119,7 @@ def _prepare_in_backward(state: ShardState, module: nn.Module) -> None:
     context = share_context([module]) if state.context is None else state.context
     if context.backward is None and context.call is None and not context.entered:
         _prepare(context, state, module)
-    for handle in state.needed:
+    for handle in state.needed_handles:
         handle.adopt_changes()
 
 
@@ -157,14 +157,14 @@ def _number_call(context: TreeContext, state: ShardState, call: ForwardCall[Shar
         call.innermost = CallReached(state, last_call, call.innermost)
         top, known = top_saved_tensors_hooks(False), state.inspection
         may_begin = top is not None or known.is_watched or known.keeps_hooks
-        if may_begin and known.begin(state.name, state.needed, top):
+        if may_begin and known.begin(state.name, state.needed_handles, top):
             last_call.region = graphs.enter_region(outermost_region(), state.ref)
     elif is_in_function():
         graphs.may_recompute.add(state.ref)
 
 
 def _unshard(context: TreeContext, state: ShardState, call: ForwardCall[ShardState]) -> None:
-    needed = state.needed
+    needed = state.needed_handles
     for handle in needed:
         handle.adopt_changes()
         if handle.shown.scope is not None:
@@ -194,7 +194,7 @@ def _show_scopes(state: ShardState) -> None:
     Raises:
         RuntimeError: If the forward records a graph, or this rank has no full values.
     """
-    for handle in state.needed:
+    for handle in state.needed_handles:
         scope = handle.shown.scope
         if scope is None:
             continue
@@ -278,17 +278,17 @@ def _leave_pass(
     """Release the unit's claim on its full parameters, at the end of its forward or on error."""
     state.modules_to_run = state.num_modules
     if state.is_in_pass:
-        for handle in state.needed:
+        for handle in state.needed_handles:
             handle.full.claims.discard(state.ref)
         try:
-            for handle in state.needed:
+            for handle in state.needed_handles:
                 is_edited = not handle.full.claims and handle.take_back("in forward", keeps=True)
                 if is_edited and reached is not None:
                     reached.note_edits()
                 if handle.full.params.aliases.left and not handle.full.claims:
                     keep_left_gradients(handle)
         finally:
-            for handle in state.needed:
+            for handle in state.needed_handles:
                 if keeps and not handle.full.claims:
                     handle.shown.show_sharded()
                 else:

@@ -49,7 +49,7 @@ def choose_ahead(
     for target in upcoming:
         if target is None or target is state or (not targets and target in prefetched):
             break
-        for handle in target.needed:
+        for handle in target.needed_handles:
             nbytes += handle.full.buffer.nbytes
         if targets and nbytes > state.options.prefetch_nbytes:
             break
@@ -79,7 +79,7 @@ def gather_ahead(
             continue
         # Enter the unit before its gathers, so that they are freed if one of them fails.
         prefetched[target] = are_chosen or prefetched.get(target, False)
-        for handle in target.needed:
+        for handle in target.needed_handles:
             if handle.is_attached and handle.shown.state is Shown.SHARDED:
                 if when == "forward":
                     handle.adopt_changes()
@@ -124,7 +124,7 @@ def gather_in_backward(
         following: For each unit, the unit that is expected after it.
     """
     state.transition(TrainingState.PRE_BACKWARD)
-    for handle in state.needed:
+    for handle in state.needed_handles:
         if handle.guard.has_new_attributes:
             handle.adopt_changes()
         # Decide by `shown.state`, which is equal on all ranks, not by `full.state`, which is not:
@@ -159,7 +159,7 @@ def drop_prefetched(
         if unused in keeps or (is_chosen and keeps_chosen):
             continue
         is_idle = unused.training_state is TrainingState.IDLE
-        for handle in unused.needed if is_idle else ():
+        for handle in unused.needed_handles if is_idle else ():
             # A unit that shares the handle (tied weights) may compute with it.
             is_used = bool(handle.full.claims) or handle.shown.is_unsharded
             if is_used:

@@ -29,7 +29,7 @@ from composable_shard.torch_private import (
 
 def serve_graphs(state: ShardState) -> None:
     """Keep the unit's full values for graphs whose backward no hook announces."""
-    for handle in state.needed:
+    for handle in state.needed_handles:
         handle.full.serve_graphs()
 
 
@@ -55,7 +55,7 @@ def arm(
     # Addresses of full buffers that hold values and may be freed before a view of them.
     extents = [
         (start := full.output.data_ptr(), start + full.buffer.nbytes)
-        for handle in state.needed
+        for handle in state.needed_handles
         if not (full := handle.full).is_kept and full.state in HAVE_VALUES
     ]
     tensors = (output,) if isinstance(output, Tensor) else _tensors(output)
@@ -87,7 +87,7 @@ def _note_late_output(state: ShardState, late: str) -> None:
         serve_graphs(state)
     if late != state.inspection.late_output:
         state.inspection.set_late_output(late)
-        for handle in state.needed:
+        for handle in state.needed_handles:
             for label in handle.labels():
                 label.set_late_output(late)
 
@@ -110,12 +110,14 @@ def _find_kept(
     if num_nodes in known.keeps:
         return kept
     if extents and not state.is_held:
-        params = {id(param) for handle in state.needed for param in handle.full.params.built}
+        params = {
+            id(param) for handle in state.needed_handles for param in handle.full.params.built
+        }
         views = [each for each in found if id(each) not in params and _is_within(extents, each)]
         refuse_views(state.name, views)
-    for handle in state.needed:
+    for handle in state.needed_handles:
         handle.full.params.note_late_reads()
-    is_looked_at = is_looked_at or not frees_values(state.needed)
+    is_looked_at = is_looked_at or not frees_values(state.needed_handles)
     known.note(num_nodes, keeps=bool(kept), is_looked_at=is_looked_at)
     return kept
 

@@ -133,7 +133,7 @@ def find_reader(handle_ref: weakref.ref[FlatParamHandle]) -> str:
     handle = handle_ref()
     for module in called_modules():
         state = read_state(module)
-        if handle is None or (state is not None and handle in state.needed):
+        if handle is None or (state is not None and handle in state.needed_handles):
             return ""
         if state is not None and handle in get_handles(module):
             return (

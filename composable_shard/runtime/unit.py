@@ -35,7 +35,7 @@ class ShardState:
         borrowed: Handles of other units whose parameters this unit shows too (tied weights); it
             gathers them for its own forward and backward, their owner reduces their gradients.
         ignored: Places of parameters of its modules that were left out on purpose.
-        needed: handles + borrowed: all handles whose full parameters this unit computes with.
+        needed_handles: handles + borrowed: those whose full parameters this unit computes with.
         settings: What the setters have changed.
         buffers: Broadcasts its buffers before forwards; None if not requested.
         has_buckets: Its handles are buckets, which may be reduced before its end.
@@ -61,7 +61,7 @@ class ShardState:
         self.options = options
         self.handles = handles
         self.borrowed = borrowed
-        self.needed = handles + borrowed
+        self.needed_handles = handles + borrowed
         self.ignored: list[Slot] = []
         self.settings = UnitSettings()
         self.change(reshard_after_forward=options.reshard_after_forward)
@@ -87,12 +87,12 @@ class ShardState:
     @property
     def is_in_scope(self) -> bool:
         """Whether `unshard_params` shows any of its handles, borrowed ones included."""
-        return any([handle.shown.scope is not None for handle in self.needed])
+        return any([handle.shown.scope is not None for handle in self.needed_handles])
 
     @property
     def is_held(self) -> bool:
         """Whether `unshard` claims its full parameters, until `reshard`."""
-        return all([("held", self.ref) in handle.full.claims for handle in self.needed])
+        return all([("held", self.ref) in handle.full.claims for handle in self.needed_handles])
 
     def change(self, **settings: Any) -> None:
         """Change some of the unit's `settings`, and those of its handles with them."""
@@ -110,12 +110,14 @@ class ShardState:
 
     def hold(self) -> None:
         """Claim the full parameters until `let_go`, for `unshard`."""
-        for handle in self.needed:
+        for handle in self.needed_handles:
             handle.full.claims.add(("held", self.ref))
 
     def let_go(self) -> None:
         """Give up the claim of `hold`, if there is one; frees nothing."""
-        held = [handle for handle in self.needed if ("held", self.ref) in handle.full.claims]
+        held = [
+            handle for handle in self.needed_handles if ("held", self.ref) in handle.full.claims
+        ]
         for handle in held:
             handle.full.claims.discard(("held", self.ref))
         for handle in held:
