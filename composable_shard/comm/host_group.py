@@ -17,7 +17,7 @@ from composable_shard.comm.agreement import Ranks, describe_problem, raise_found
 from composable_shard.comm.calls import function_called
 from composable_shard.comm.devices import HOST
 from composable_shard.comm.messages import MessageGroup
-from composable_shard.comm.order import identify, note_setting, order_of
+from composable_shard.comm.order import enter_setting, identify, order_of
 from composable_shard.comm.watch import begin_watch
 from composable_shard.torch_private import backend_of, timeout_of
 
@@ -121,7 +121,7 @@ class HostGroup(Ranks):
         """Return the verbs that send its messages; they carry identities, as in training."""
         assert self._group is not None
         order = order_of(self._group)
-        order.note(identify(function_called(with_arguments=False), "message", 0))
+        order.enter(identify(function_called(with_arguments=False), "message", 0))
         return MessageGroup(self._group, order)
 
 
@@ -138,7 +138,7 @@ def get_host_group() -> HostGroup:
     is_usable = known is not None and known[0] is world
     if world is not None:
         begin_watch()
-        note_setting(function_called(with_arguments=False), [world])
+        enter_setting(function_called(with_arguments=False), [world])
         if known is not None and is_usable:
             ranks = Ranks([world], _device_of(world))
             is_usable = not ranks.compare(None, known[1].has_failed)[1]

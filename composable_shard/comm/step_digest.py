@@ -314,7 +314,7 @@ class _MeshReduction:
         if step is None or not self._groups:
             return
         received = self._sent[self._num_flags :]
-        before = order_of(self._groups[0]).take_late(step, received)
+        before = order_of(self._groups[0]).delayed(step, received)
         if before is None:
             return
         step, received = before

@@ -219,8 +219,8 @@ def _form(plan: Plan, shard_group: ShardGroup, undo: ExitStack) -> None:
     number = shard_group.next_unit_number()
     for handle in state.handles:
         handle.label.set_number(number)
-    undo.callback(shard_group.note_unit_number, number - 1)
-    shard_group.note_unit_number(number)  # last: a call that failed on some ranks is not counted
+    undo.callback(shard_group.count_unit, number - 1)
+    shard_group.count_unit(number)  # last: a call that failed on some ranks is not counted
 
 
 def find_shard_group(options: UnitOptions) -> ShardGroup:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from composable_shard.comm import ShardGroup, Streams, note_setting
+from composable_shard.comm import ShardGroup, Streams, enter_setting
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
 from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
@@ -343,7 +343,7 @@ class FlatParamHandle:
         is_trainable = any(flags)
         if shown.agreed_flags is not None and flags != shown.agreed_flags:
             groups = self.shard_group.group, *self.shard_group.joint_groups
-            note_setting(f"requires_grad of unit '{self.name}' set to {flags}", groups)
+            enter_setting(f"requires_grad of unit '{self.name}' set to {flags}", groups)
             shown.note_agreement()
         for entry, flag in zip(self.entries, flags, strict=True):
             set_requires_grad(entry.sharded, flag)

@@ -7,8 +7,7 @@ from weakref import ref
 
 from torch.optim import Optimizer
 
-from composable_shard.comm import ShardGroup, StepFacts
-from composable_shard.comm import note_setting as enter_setting
+from composable_shard.comm import ShardGroup, StepFacts, enter_setting
 from composable_shard.flat_param import FlatParamHandle, ParamEntry
 from composable_shard.runtime.group_numbers import numbers_of
 from composable_shard.runtime.unit import ShardState
@@ -16,7 +15,7 @@ from composable_shard.tensor import COMPARED
 from composable_shard.torch_private import DisableTorchFunctionSubclass
 
 
-def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
+def compare_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
     """Enter a setting into the order that the ranks compare, so that they find a rank without it.
 
     Args:
