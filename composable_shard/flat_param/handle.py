@@ -134,7 +134,6 @@ class FlatParamHandle:
         self.shown = ShownParams(self.entries, flat, self.guard, shows_flat=shows_flat)
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
         self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
-        self.grads.reduction.settings = self.settings
         self.initial = InitialValues(self.guard)
         step_hooks.keep_for(self, has_owned=self.has_owned)
         self.is_attached = False
@@ -246,6 +245,7 @@ class FlatParamHandle:
             sharded, used = flat
             flat = FlatEntry(sharded, sharded._shard_spec, shard_view=sharded._local, used=used)
         self._reset(flat, shows_flat=shows_flat)
+        self.take_settings(self.settings)
         self.shown.set_flat_slot(flat_slot)
         with torch.inference_mode(False), torch.no_grad():
             self.take_slices()

@@ -37,7 +37,10 @@ def check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
     for state in states:
         if state.buffers is not None:
             lines = mesh_of(state.buffers.shard_group).lines
-            lines.extend(f"{line} {describe_options(state)}" for line in state.buffers.describe())
+            lines.extend(
+                f"{line} {describe_options(state, state.settings)}"
+                for line in state.buffers.describe()
+            )
         for handle in state.handles:
             mesh = mesh_of(handle.shard_group)
             mesh.handles.append(handle)
@@ -64,13 +67,12 @@ def check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
         raise_unmanaged(unmanaged, states)
 
 
-def describe_options(state: ShardState, settings: UnitSettings | None = None) -> str:
+def describe_options(state: ShardState, settings: UnitSettings) -> str:
     """Return the options that all ranks must agree on.
 
-    With the settings of one of the unit's handles, which may differ from the unit's where a setter
-    was interrupted.
+    The settings are those of one of the unit's handles, which may differ from the unit's where a
+    setter was interrupted.
     """
-    settings = state.settings if settings is None else settings
     text = (
         f"in unit '{state.name}' strategy={state.options.strategy.name} "
         f"reshard_after_forward={settings.reshard_after_forward}{state.options.describe()}"
