@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.options import ShardingStrategy
 from composable_shard.planning.costs import Cost, FlatParamCost, RankCounts
+from composable_shard.planning.module_tree import ModuleTree
 from composable_shard.planning.sharding_plan import format_nbytes, format_table
 from composable_shard.runtime import (
-    ModuleTree,
     ShardState,
     get_root_states,
     get_states,

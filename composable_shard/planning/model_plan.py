@@ -19,9 +19,10 @@ from composable_shard.options import OptionsDict, UnitOptions
 from composable_shard.planning.costs import RankCounts, unit_cost
 from composable_shard.planning.description import listed
 from composable_shard.planning.fake_run import StepMemory, find_peaks, moments_of
+from composable_shard.planning.module_tree import ModuleTree
 from composable_shard.planning.rules import Rule, Rules, parse_rules, transformer_blocks
 from composable_shard.planning.sharding_plan import PlannedUnit, ShardingPlan
-from composable_shard.runtime import ModuleTree, is_sharded
+from composable_shard.runtime import is_sharded
 
 _MAX_NAMES = 10  # in a message
 
