@@ -54,7 +54,6 @@ class ShardState:
         handles: list[FlatParamHandle],
         borrowed: list[FlatParamHandle],
         *,
-        has_buckets: bool,
         buffers: BufferBroadcast | None,
     ) -> None:
         self.name = type(modules[0]).__name__
@@ -66,7 +65,7 @@ class ShardState:
         self.settings = UnitSettings()
         self.change(reshard_after_forward=options.reshard_after_forward)
         self.buffers = buffers
-        self.has_buckets = has_buckets
+        self.has_buckets = options.bucket_cap_mb is not None
         parts = [part for module in modules for part in module.modules()]
         hooks = [each for part in parts for each in backward_hooks_of(part)]
         self.inspection = Inspection(hooks)
