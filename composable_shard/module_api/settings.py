@@ -117,8 +117,9 @@ def set_gathers_at_rest(module: nn.Module, flag: bool, *, recurse: bool = True) 
     Raises:
         ValueError: If there is no unit, or `flag` is no bool.
     """
-    check_bool("flag", flag)
-    for state in select_states(module, recurse):
+    states = select_states(module, recurse)
+    _set_flag(states, "gathers_at_rest", flag)
+    for state in states:
         for handle in state.handles:
             for entry in (*handle.entries, *handle.shown.at_rest):
                 entry.spec.label.refuse_gathers(not flag)

@@ -23,6 +23,7 @@ class UnitSettings:
         requires_all_reduce: False reduces gradients over the shard group only.
         is_last_backward: False while accumulating: more backwards come before the step.
         unshard_in_backward: False: the user promised that no backward reads full parameters.
+        gathers_at_rest: Whether operations on parameters at rest may gather whole tensors.
         gradient_divide_factor: Divisor of the gradients' sum over all data-parallel ranks; None:
             their number.
         comm_hook: What replaces the collectives of reductions, and its first argument; or None.
@@ -36,6 +37,7 @@ class UnitSettings:
     requires_all_reduce: bool = True
     is_last_backward: bool = True
     unshard_in_backward: bool = True
+    gathers_at_rest: bool = True
     gradient_divide_factor: float | None = None
     comm_hook: tuple[Callable[..., Any], object] | None = None
     forward_prefetch: tuple[ref[Any], ...] | None = None

@@ -90,6 +90,7 @@ def describe_options(state: ShardState, settings: UnitSettings) -> str:
         "no_all_reduce": not settings.requires_all_reduce,
         "is_not_last_backward": not settings.is_last_backward,
         "no_unshard_in_backward": not settings.unshard_in_backward,
+        "no_gathers_at_rest": not settings.gathers_at_rest,
         "forward_prefetch": _names_of(state, settings.forward_prefetch),
         "backward_prefetch": _names_of(state, settings.backward_prefetch),
     }
