@@ -26,7 +26,8 @@ from composable_shard import (
     save_checkpoint,
 )
 from composable_shard.__main__ import main
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 
 pytestmark = pytest.mark.fast
 

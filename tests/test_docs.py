@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import composable_shard
 from composable_shard import fully_shard, planning, save_safetensors, shard_model
 from composable_shard.options import UnitOptions
-from tests.harness.helpers import run_processes, run_ranks
+from tests.harness.ranks import run_processes, run_ranks
 from tests.test_public_names import BELOW, FSDP2
 from tests.test_tutorials import _run_forked, _run_here, assert_prints
 

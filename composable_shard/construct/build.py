@@ -14,13 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from composable_shard.comm import ShardGroup, compare_units
-from composable_shard.construct.plan import (
-    FLAT_PARAM_NAME,
-    Borrowed,
-    Original,
-    Plan,
-    buffers_to_sync,
-)
+from composable_shard.construct.checks import FLAT_PARAM_NAME
+from composable_shard.construct.originals import Borrowed, Original, Plan
+from composable_shard.construct.plan import buffers_to_sync
 from composable_shard.flat_param import (
     FlatParamHandle,
     FlatSlot,

@@ -18,11 +18,8 @@ from composable_shard.construct.hooks import (
     register_hooks,
     register_state_dict_hooks,
 )
-from composable_shard.construct.plan import (
-    Plan,
-    as_modules,
-    plan_unit,
-)
+from composable_shard.construct.originals import Plan
+from composable_shard.construct.plan import as_modules, plan_unit
 from composable_shard.construct.undo import remember
 from composable_shard.flat_param import settle_owners
 from composable_shard.options import (

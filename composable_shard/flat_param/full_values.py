@@ -55,7 +55,8 @@ from composable_shard.comm import (
     trace,
 )
 from composable_shard.flat_param.entries import zero_padding
-from composable_shard.flat_param.local_shard import LocalShard, checksum
+from composable_shard.flat_param.initial_values import checksum
+from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.unsharded_params import UnshardedParams
 from composable_shard.tensor import UnitLabel

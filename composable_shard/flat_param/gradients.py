@@ -345,7 +345,7 @@ class FlatGradients:
         self, full: FullValues, packing: Packing, pool: ScratchPool, *, may_share: bool
     ) -> Tensor | None:
         """Return scratch memory: the buffer that does not hold the gradients, or new memory."""
-        if packing.num_terms == 0 or self.reduction.hook_name:
+        if packing.num_terms == 0 or self.reduction.settings.comm_hook:
             return None
         numel, own = packing.num_terms * self.reduction.own_numel, self._own.buffer
         if self.is_persistent:
@@ -489,5 +489,5 @@ def in_layout(layout: FlatLayout, grads: FlatGradients) -> FlatGradients:
     other.reduction.label = grads.reduction.label
     other.marks, other.has_graph = grads.marks, grads.has_graph
     other.is_unsynced = grads.is_unsynced
-    other.reduction.take_options(grads.reduction)
+    other.reduction.settings = grads.reduction.settings
     return other

@@ -18,7 +18,7 @@ from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
 from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
 from composable_shard.flat_param.hidden import set_requires_grad
-from composable_shard.flat_param.local_shard import InitialValues
+from composable_shard.flat_param.initial_values import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.param_classes import copy_unsharded
 from composable_shard.flat_param.precision import Precision
@@ -32,7 +32,7 @@ from composable_shard.flat_param.shown import (
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.user_hooks import adopt_hooks
 from composable_shard.layout import FlatLayout
-from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy
+from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy, UnitSettings
 from composable_shard.tensor import (
     FlatShard,
     FlatShardOfDTensor,
@@ -66,7 +66,7 @@ class FlatParamHandle:
         granularities: How finely each parameter may be cut.
         shard_group: The ranks that share the flat parameter, and the ranks that hold copies.
         strategy: What each rank keeps.
-        reshards_after_backward: Whether the end of a backward frees the full values.
+        settings: The unit's, which the setters have changed.
         precision: The dtypes that differ from the local shard's.
         offload: What lives on the host.
         entries: The managed parameters, in order.
@@ -102,7 +102,7 @@ class FlatParamHandle:
         self.precision = precision or Precision()
         self.shard_group = shard_group
         self.strategy = strategy
-        self.reshards_after_backward = True
+        self.settings = UnitSettings()
         self.requires_grad = requires_grad
         self.has_fixed_owners = False
         self.label = UnitLabel(specs[0].label.fqn)
@@ -134,6 +134,7 @@ class FlatParamHandle:
         self.shown = ShownParams(self.entries, flat, self.guard, shows_flat=shows_flat)
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
         self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
+        self.grads.reduction.settings = self.settings
         self.initial = InitialValues(self.guard)
         step_hooks.keep_for(self, has_owned=self.has_owned)
         self.is_attached = False
@@ -211,7 +212,7 @@ class FlatParamHandle:
             "granularities": self.granularities,
             "shard_group": self.shard_group,
             "strategy": self.strategy,
-            "reshards_after_backward": self.reshards_after_backward,
+            "settings": self.settings.of_copy(),
             "precision": self.precision,
             "offload": self.offload,
             "requires_grad": self.requires_grad,
@@ -219,7 +220,6 @@ class FlatParamHandle:
             "entries": [(entry.sharded, entry.slots) for entry in self.entries],
             "parts": (
                 self.full.small_group,
-                self.grads.reduction.divide_factor,
                 None if flat is None else (flat.sharded, flat.used),
                 self.shown.flat_slot,
                 self.shown.shows_flat,
@@ -235,7 +235,7 @@ class FlatParamHandle:
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        small_group, divide_factor, flat, flat_slot, shows_flat = state.pop("parts")
+        small_group, flat, flat_slot, shows_flat = state.pop("parts")
         self.__dict__.update(state)
         self.entries = [
             # The parameter's own spec: optimizers compare specs by identity first.
@@ -247,7 +247,6 @@ class FlatParamHandle:
             flat = FlatEntry(sharded, sharded._shard_spec, shard_view=sharded._local, used=used)
         self._reset(flat, shows_flat=shows_flat)
         self.shown.set_flat_slot(flat_slot)
-        self.grads.reduction.set_divide_factor(divide_factor)
         with torch.inference_mode(False), torch.no_grad():
             self.take_slices()
         self.full.label = self.grads.reduction.label = self.label
@@ -465,9 +464,9 @@ class FlatParamHandle:
         """Make the owners of whole parameters final."""
         self.has_fixed_owners = True
 
-    def set_reshard_after_backward(self, flag: bool) -> None:
-        """Choose whether the end of a backward frees the full values."""
-        self.reshards_after_backward = flag
+    def take_settings(self, settings: UnitSettings) -> None:
+        """Follow the settings of the unit from now on."""
+        self.settings = self.grads.reduction.settings = settings
 
     def check_ready(self) -> None:
         """Check that the shard is on a real device, and pinned if it was made so.

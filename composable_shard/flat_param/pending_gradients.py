@@ -126,7 +126,7 @@ def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:
     # gradients: `partial` outlives them, with zeros in their place.
     full = handle.shard.new_full()
     handle.shard.gather_into(full, partial)
-    full.mul_((grads.reduction.divide_factor or group.num_ranks) / group.size)
+    full.mul_((handle.settings.gradient_divide_factor or group.num_ranks) / group.size)
     for index, (entry, is_used) in enumerate(zip(handle.entries, grads.used, strict=True)):
         if is_used:
             spec, start = entry.spec, handle.layout.offsets[index]

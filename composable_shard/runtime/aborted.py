@@ -21,7 +21,8 @@ from composable_shard.flat_param import forget_pending
 from composable_shard.runtime.gathers import return_to_idle
 from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.saved_values import warn_of_late_read
-from composable_shard.runtime.unit import IDLE, TreeContext, trees
+from composable_shard.runtime.training_state import IDLE
+from composable_shard.runtime.unit import TreeContext, trees
 from composable_shard.tensor import FlatShard, step_hooks
 from composable_shard.torch_private import current_backward_id
 

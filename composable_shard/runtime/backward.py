@@ -15,7 +15,8 @@ from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.gathers import gather_in_backward, gather_region
 from composable_shard.runtime.open_graphs import UnitCall, alive
 from composable_shard.runtime.reduction_queue import CLOSED, DELIVERED, Item
-from composable_shard.runtime.unit import ShardState, TrainingState
+from composable_shard.runtime.training_state import TrainingState
+from composable_shard.runtime.unit import ShardState
 from composable_shard.torch_private import current_backward_id
 
 _num_writes: Callable[[FlatParamHandle], int] = attrgetter("guard.num_writes")
@@ -190,7 +191,7 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
     # again for a recomputation.
     may_overwrite = (
         item.is_reduced  # otherwise gradients stay and values are freed
-        and handle.reshards_after_backward
+        and handle.settings.reshard_after_backward
         and not handle.full.serves_graphs
         and not any(known.backward_hooks)
         and not known.runs_backwards

@@ -36,7 +36,8 @@ from composable_shard.runtime.reduction_queue import (
     Item,
     ReductionQueue,
 )
-from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
+from composable_shard.runtime.training_state import TrainingState
+from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
 from composable_shard.torch_private import current_backward_id, queue_callback
 
 _EngineCallback = partial[None]

@@ -18,6 +18,8 @@ from composable_shard.comm import trace
 from composable_shard.flat_param import drop_unpacked, keep_left_gradients, show_scope_params
 from composable_shard.runtime.aborted import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import CallReached, recompute
+from composable_shard.runtime.contents import has_changed
+from composable_shard.runtime.forward_call import ForwardCall
 from composable_shard.runtime.gathers import (
     choose_ahead,
     drop_prefetched,
@@ -30,13 +32,9 @@ from composable_shard.runtime.membership import adopt_contents, renew_context, s
 from composable_shard.runtime.open_graphs import UnitCall, alive
 from composable_shard.runtime.outputs import arm, serve_graphs
 from composable_shard.runtime.saved_values import outermost_region
-from composable_shard.runtime.tree import called_modules, calling_modules, has_changed, read_state
-from composable_shard.runtime.unit import (
-    ForwardCall,
-    ShardState,
-    TrainingState,
-    TreeContext,
-)
+from composable_shard.runtime.training_state import TrainingState
+from composable_shard.runtime.tree import called_modules, calling_modules, read_state
+from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.torch_private import (
     are_transforms_active,
     current_backward_id,
@@ -125,7 +123,9 @@ def _prepare_in_backward(state: ShardState, module: nn.Module) -> None:
         handle.adopt_changes()
 
 
-def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> ForwardCall:
+def _begin_call(
+    context: TreeContext, state: ShardState, module: nn.Module
+) -> ForwardCall[ShardState]:
     if trace.profiling.asks() is not trace.profiling.is_found:
         trace.profiling.change()
     context = _prepare(context, state, module)
@@ -139,13 +139,13 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> F
                 drop_unpacked(handle.grads)
         if graphs.num_open > graphs.most_open:
             note_unreached_call(context)
-    context.call = call = ForwardCall(state)
+    context.call = call = ForwardCall(state.ref, state.forward_order)
     if context.reduction_order is not None:
         gather_kept(context)
     return call
 
 
-def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
+def _number_call(context: TreeContext, state: ShardState, call: ForwardCall[ShardState]) -> None:
     """Note which calls of units a backward may reach, and in which order they began."""
     graphs = context.graphs
     if torch.is_grad_enabled():
@@ -163,7 +163,7 @@ def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> 
         graphs.may_recompute.add(state.ref)
 
 
-def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
+def _unshard(context: TreeContext, state: ShardState, call: ForwardCall[ShardState]) -> None:
     needed = state.needed
     for handle in needed:
         handle.adopt_changes()
@@ -301,7 +301,9 @@ def _leave_pass(
 # Calls of a tree
 
 
-def _leave_failed_call(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
+def _leave_failed_call(
+    context: TreeContext, state: ShardState, call: ForwardCall[ShardState]
+) -> None:
     """Restore the unit's state from before a call that failed to begin."""
     state.depth -= 1
     _leave_pass(context, state)
@@ -309,7 +311,7 @@ def _leave_failed_call(context: TreeContext, state: ShardState, call: ForwardCal
         _end_call(context, state, call)
 
 
-def _end_call(context: TreeContext, leader: ShardState, call: ForwardCall) -> None:
+def _end_call(context: TreeContext, leader: ShardState, call: ForwardCall[ShardState]) -> None:
     """End a tree's call: free unused prefetched units, release claims that are left."""
     if call.prefetched:
         drop_prefetched(call.prefetched)

@@ -22,7 +22,8 @@ from composable_shard.comm import ShardGroup, SmallGroup
 from composable_shard.flat_param import FlatParamHandle, FullState, Shown
 from composable_shard.options import ReshardAfterForward
 from composable_shard.runtime.open_graphs import Region, alive
-from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
+from composable_shard.runtime.training_state import TrainingState
+from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
 
 
 def choose_ahead(
@@ -186,7 +187,7 @@ def release_handle(handle: FlatParamHandle, *, is_backward_next: bool = False) -
 
 def release_after_backward(handle: FlatParamHandle) -> None:
     """Show the sharded parameters, and free the full ones unless the policy keeps them."""
-    if handle.reshards_after_backward:
+    if handle.settings.reshard_after_backward:
         release_handle(handle)
     elif not handle.full.claims:
         handle.shown.show_sharded()

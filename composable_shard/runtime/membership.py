@@ -23,15 +23,11 @@ import torch
 from torch import nn
 
 from composable_shard.flat_param import FlatParamHandle
+from composable_shard.runtime.contents import has_changed, note_contents
 from composable_shard.runtime.open_graphs import alive
-from composable_shard.runtime.tree import (
-    find_unmanaged,
-    get_states,
-    has_changed,
-    note_contents,
-    raise_unmanaged,
-)
+from composable_shard.runtime.tree import get_states
 from composable_shard.runtime.unit import ShardState, TreeContext, trees
+from composable_shard.runtime.whole_model import find_unmanaged, raise_unmanaged
 
 
 def share_context(modules: list[nn.Module]) -> TreeContext:

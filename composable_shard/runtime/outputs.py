@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composable_shard.flat_param import HAVE_VALUES
 from composable_shard.runtime.backward import CallReached
-from composable_shard.runtime.casts import iter_tensors, map_tensors
+from composable_shard.runtime.containers import iter_tensors, map_tensors
 from composable_shard.runtime.late_outputs import find_late_output
 from composable_shard.runtime.open_graphs import UnitCall
 from composable_shard.runtime.saved_values import frees_values, kept_tensors, refuse_views

@@ -148,8 +148,8 @@ class Item:
     @property
     def keeps_values(self) -> bool:
         """Whether the full values are still needed after the unit's end."""
-        full = self.handle.full
-        return full.serves_graphs or bool(full.claims) or not self.handle.reshards_after_backward
+        full, settings = self.handle.full, self.handle.settings
+        return full.serves_graphs or bool(full.claims) or not settings.reshard_after_backward
 
     def count(self, index: int) -> bool:
         """Count the gradient of a parameter; return whether that was the last one to come.

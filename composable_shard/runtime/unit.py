@@ -1,106 +1,28 @@
-"""`ShardState` (one unit) and `TreeContext` (the state that the units of a tree share).
-
-A `BackwardPass` holds the state of one backward, a `ForwardCall` the state of one call of a tree.
-Both are dropped at its end, so no field is reset by hand.
-"""
+"""`ShardState` (one unit) and `TreeContext` (the state that the units of a tree share)."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from composable_shard.comm import FlagReduction, make_streams
-from composable_shard.flat_param import (
-    FlatParamHandle,
-    ScratchPool,
-    Slot,
-)
-from composable_shard.options import ReshardAfterForward, UnitOptions
-from composable_shard.runtime.casts import BufferBroadcast
+from composable_shard.flat_param import FlatParamHandle, ScratchPool, Slot
+from composable_shard.options import UnitOptions, UnitSettings
+from composable_shard.runtime.buffer_broadcast import BufferBroadcast
+from composable_shard.runtime.forward_call import ForwardCall
 from composable_shard.runtime.open_graphs import OpenGraphs, UnitCall, alive
 from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.saved_values import KnownForwards
+from composable_shard.runtime.training_state import MOVES, TrainingState
 from composable_shard.torch_private import backward_hooks_of
 
-
-class TrainingState(Enum):
-    """The phase that a unit is in."""
-
-    __hash__ = object.__hash__  # Enum's own is a slow Python function
-
-    IDLE = auto()
-    # Between the pre-forward and the post-forward of its module.
-    FORWARD = auto()
-    # From when a backward reaches one of its outputs until the unit's end, [Note: End of a unit].
-    PRE_BACKWARD = auto()
-    # From the unit's end to the end of the backward.
-    POST_BACKWARD = auto()
-    # Inside unshard_params.
-    UNSHARDED_PARAMS = auto()
-
-
-IDLE = TrainingState.IDLE
-_LEGAL = {
-    IDLE: {
-        TrainingState.FORWARD,
-        TrainingState.PRE_BACKWARD,
-        TrainingState.UNSHARDED_PARAMS,
-    },
-    TrainingState.UNSHARDED_PARAMS: {TrainingState.IDLE},
-    # A backward may run inside a forward, as for gradient penalties.
-    TrainingState.FORWARD: {TrainingState.IDLE, TrainingState.PRE_BACKWARD},
-    TrainingState.PRE_BACKWARD: {
-        TrainingState.POST_BACKWARD,
-        TrainingState.IDLE,
-        TrainingState.FORWARD,
-    },
-    # The backward may reach another output of the unit, or another call of its module, later.
-    TrainingState.POST_BACKWARD: {
-        TrainingState.PRE_BACKWARD,
-        TrainingState.IDLE,
-        TrainingState.FORWARD,
-    },
-}
-
 StateRef = weakref.ref["ShardState"]
-
-
-@dataclass(frozen=True)
-class UnitSettings:
-    """What the setters change of a unit after `fully_shard`.
-
-    Attributes:
-        reshard_after_forward: True frees the full parameters between forward and backward, False
-            keeps them, None keeps them only where the unit leads the call, and a number n keeps
-            1/n of them.
-        requires_gradient_sync: False leaves gradients unsharded and unreduced.
-        requires_all_reduce: False reduces gradients over the shard group only.
-        is_last_backward: False while accumulating: more backwards come before the step.
-        unshard_in_backward: False: the user promised that no backward reads full parameters.
-        forward_prefetch: Units to gather when its forward begins; None: the units expected next.
-        backward_prefetch: Units to gather when its backward begins; None: the units expected next.
-    """
-
-    reshard_after_forward: ReshardAfterForward
-    requires_gradient_sync: bool = True
-    requires_all_reduce: bool = True
-    is_last_backward: bool = True
-    unshard_in_backward: bool = True
-    forward_prefetch: tuple[StateRef, ...] | None = None
-    backward_prefetch: tuple[StateRef, ...] | None = None
-
-    @property
-    def reduces_fully(self) -> bool:
-        """Whether a backward reduces gradients completely, over all ranks."""
-        return self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward
 
 
 class ShardState:
@@ -141,7 +63,8 @@ class ShardState:
         self.borrowed = borrowed
         self.needed = handles + borrowed
         self.ignored: list[Slot] = []
-        self.settings = UnitSettings(options.reshard_after_forward)
+        self.settings = UnitSettings()
+        self.change(reshard_after_forward=options.reshard_after_forward)
         self.buffers = buffers
         self.has_buckets = has_buckets
         parts = [part for module in modules for part in module.modules()]
@@ -172,8 +95,10 @@ class ShardState:
         return all([("held", self.ref) in handle.full.claims for handle in self.needed])
 
     def change(self, **settings: Any) -> None:
-        """Change some of the unit's `settings`."""
+        """Change some of the unit's `settings`, and those of its handles with them."""
         self.settings = replace(self.settings, **settings)
+        for handle in self.handles:
+            handle.take_settings(self.settings)
 
     def in_tree(self, chosen: Sequence[StateRef]) -> list[ShardState]:
         """Return those of some units that are in this one's tree; others may be gone on a rank."""
@@ -209,7 +134,7 @@ class ShardState:
         """
         if target is self.training_state:
             return
-        if target not in _LEGAL[self.training_state]:
+        if target not in MOVES[self.training_state]:
             raise RuntimeError(
                 f"unit '{self.name}' can't go from {self.training_state.name} to {target.name}; "
                 "please report this"
@@ -228,8 +153,7 @@ class ShardState:
             depth=0,
             is_in_pass=False,
             modules_to_run=self.num_modules,
-            # These refer to units of the original.
-            settings=replace(self.settings, forward_prefetch=None, backward_prefetch=None),
+            settings=self.settings.of_copy(),
         )
         return state
 
@@ -238,49 +162,6 @@ class ShardState:
         self.forward_order = []
         self.context = None
         self.ref = weakref.ref(self)
-
-
-class ForwardCall:
-    """One call of a tree, from the pre-forward of the unit that leads it to its post-forward.
-
-    Attributes:
-        leader: The outermost unit that this call runs.
-        order: The units that have run, in order; weakly, so that a deleted module is freed at once.
-        last_order: The units of the leader's last call, while `order` is as it was; then empty.
-        output_sequence_nr: Number of the next autograd node when a unit last returned.
-        prefetched: Units that were gathered ahead and have not run; True if the user chose the
-            unit.
-        broadcast: Units that have broadcast their buffers in this call, if due.
-        innermost: `CallReached` of the innermost running call that records a graph, or None.
-    """
-
-    __slots__ = (
-        *("broadcast", "innermost", "last_order", "leader"),
-        *("order", "output_sequence_nr", "prefetched"),
-    )
-
-    def __init__(self, leader: ShardState) -> None:
-        self.leader = leader.ref
-        self.order: list[StateRef] = []
-        self.last_order = leader.forward_order
-        self.output_sequence_nr = 0
-        self.prefetched: dict[ShardState, bool] = {}
-        self.broadcast: set[ShardState] = set()
-        self.innermost: Any = None  # its module is above this one
-
-    def advance(self, unit: StateRef) -> Iterator[ShardState | None]:
-        """Note that a unit runs now; return the units expected after it, if the order held.
-
-        None stands for a deleted unit. A unit that runs several times in a row, for each of its
-        modules, counts once.
-        """
-        if self.order and self.order[-1] is unit:
-            return iter(())
-        position = len(self.order)
-        self.order.append(unit)
-        if position >= len(self.last_order) or self.last_order[position] is not unit:
-            self.last_order = []
-        return map(weakref.ref.__call__, islice(self.last_order, position + 1, None))
 
 
 class TreeContext:
@@ -315,7 +196,7 @@ class TreeContext:
         self.around: dict[weakref.ref[nn.Module], None] = {}
         self.states: list[StateRef] = [state.ref for state in states]
         self.device = device
-        self.call: ForwardCall | None = None
+        self.call: ForwardCall[ShardState] | None = None
         self.entered = {state.ref: None for state in states if state.depth or state.is_in_pass}
         self.graphs: OpenGraphs[ShardState] = OpenGraphs()
         self.backward: Any = None

@@ -4,9 +4,15 @@ Read `shard_spec` (which range), `flat_shard` (the tensor) and `pointwise_rules`
 `op_rules` fills the table, `rule_table`.
 """
 
+from composable_shard.tensor.checkpointable import (
+    cloned,
+    copy_attributes,
+    share_attributes,
+    user_attributes,
+)
 from composable_shard.tensor.concatenation import is_joinable, joined, parts_of
+from composable_shard.tensor.direct_ops import DIRECT_OPS
 from composable_shard.tensor.flat_shard import (
-    DIRECT_OPS,
     DTensorSlots,
     FlatShard,
     FlatShardOfDTensor,
@@ -27,6 +33,7 @@ from composable_shard.tensor.gradient_rules import (
     step_hooks,
     total_norms,
 )
+from composable_shard.tensor.labels import ParamLabel, UnitLabel
 from composable_shard.tensor.op_rules import register_op_rules
 from composable_shard.tensor.operands import (
     find_places,
@@ -45,15 +52,5 @@ from composable_shard.tensor.pending import (
     show_pending,
 )
 from composable_shard.tensor.reduction_rules import combine, reduction_groups
-from composable_shard.tensor.shard_spec import (
-    ParamLabel,
-    ShardSpec,
-    UnitLabel,
-    cloned,
-    copy_attributes,
-    flat_spec,
-    refuse_flat_dtensors,
-    share_attributes,
-    user_attributes,
-)
+from composable_shard.tensor.shard_spec import ShardSpec, flat_spec, refuse_flat_dtensors
 from composable_shard.tensor.write_guard import WriteGuard, compared

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.tensor.flat_shard import FlatShard, wrap
+from composable_shard.tensor.labels import ParamLabel
 from composable_shard.tensor.rule_table import NeedsWhole
-from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec
+from composable_shard.tensor.shard_spec import ShardSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from weakref import ref
 
 from torch import Tensor
 
-from composable_shard.tensor.shard_spec import ParamLabel
+from composable_shard.tensor.labels import ParamLabel
 from composable_shard.tensor.write_guard import running
 from composable_shard.torch_private import DisableTorchFunctionSubclass
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from composable_shard.tensor.checkpointable import user_attributes
 from composable_shard.tensor.flat_shard import FlatShard, kind_of, wrap
 from composable_shard.tensor.gathering import (
     base_of,
@@ -31,7 +32,7 @@ from composable_shard.tensor.operands import (
     write_to_plain,
 )
 from composable_shard.tensor.rule_table import Rule
-from composable_shard.tensor.shard_spec import ShardSpec, user_attributes
+from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.tensor.strided_view import StridedView
 from composable_shard.torch_private import (
     OpOverload,

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from composable_shard.comm import all_gather_uneven, resolve_group
-from composable_shard.tensor.shard_spec import Checkpointable, ShardSpec, chunk_of, write_items
+from composable_shard.tensor.checkpointable import Checkpointable, chunk_of, write_items
+from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import running
 
 _REMEDY = (

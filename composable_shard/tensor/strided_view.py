@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from composable_shard.tensor.flat_shard import DIRECT_OPS, FlatShard
+from composable_shard.tensor.direct_ops import DIRECT_OPS
+from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.rule_table import NeedsWhole
 from composable_shard.torch_private import OpOverload, make_wrapper
 

@@ -25,7 +25,8 @@ from composable_shard import (
     save_checkpoint,
     set_optimizer_state_dict,
 )
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 from tests.programs.models import EVERYWHERE, Net, shard_blocks
 
 

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from composable_shard import ShardingStrategy
 from composable_shard.comm import count_collectives, devices
 from composable_shard.flat_param.full_values import FullValues
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import loss_of, make_net
 
 

@@ -18,7 +18,7 @@ from composable_shard import clip_grad_norm_, fully_shard, get_handles, no_sync
 from composable_shard.comm.messages import exchange
 from composable_shard.comm.order import GroupOrder
 from composable_shard.comm.trace import CollectiveLog, Event, count_collectives, trace_events
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import FailingMode, Net, rank_input
 
 NUM_BLOCKS = 5

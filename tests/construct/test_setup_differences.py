@@ -34,7 +34,7 @@ from composable_shard import (
     set_unshard_in_backward,
 )
 from composable_shard.comm import ReductionStage
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import Layer, Net
 
 Change = Callable[[Net], Any]

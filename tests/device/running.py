@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests import device
 from tests.device import build
-from tests.harness.helpers import run_processes
+from tests.harness.ranks import run_processes
 
 TIMEOUT_S = 20
 

@@ -42,7 +42,7 @@ from composable_shard import (
 from composable_shard.huggingface import save_pretrained
 from composable_shard.optim import with_local_state
 from composable_shard.planning import transformer_blocks
-from tests.harness.helpers import run_ranks, shut_down_workers
+from tests.harness.ranks import run_ranks, shut_down_workers
 from tests.programs.models import EVERYWHERE
 
 WORDS = 32

@@ -21,7 +21,7 @@ from tests.ecosystem.tools import (
     sides,
     train_with,
 )
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 
 
 def to_whole(value: Any) -> Tensor:

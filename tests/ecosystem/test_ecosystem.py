@@ -30,7 +30,8 @@ from tests.ecosystem.tools import (
     train_by_trl,
     train_with,
 )
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 
 
 def train_prepared(accelerator: Any, model: nn.Module, precision: str) -> tuple[list[Any], Any]:

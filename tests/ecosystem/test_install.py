@@ -22,7 +22,7 @@ from tests.ecosystem.tools import (
     train_by_trl,
     train_with,
 )
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 
 
 def train_by_plugin(accelerator: Any, folder: Path) -> tuple[list[Any], Any]:

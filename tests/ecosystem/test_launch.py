@@ -16,7 +16,7 @@ import torch
 from tests.ecosystem.launched import train_in_tools
 from tests.ecosystem.programs import as_torchrun_starts, needs
 from tests.ecosystem.tools import forget_accelerators
-from tests.harness.helpers import run_ranks
+from tests.harness.ranks import run_ranks
 
 CONFIG = """
 compute_environment: LOCAL_MACHINE

@@ -22,7 +22,7 @@ from tests.ecosystem.tools import (
     sides,
     train_with,
 )
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 
 
 @needs("accelerate", "transformers")

@@ -24,7 +24,7 @@ from tests.ecosystem.tools import (
     make_accelerator,
     shards_on_cpu,
 )
-from tests.harness.helpers import distributed, run_ranks
+from tests.harness.ranks import distributed, run_ranks
 from tests.programs.models import EVERYWHERE
 
 

@@ -39,13 +39,12 @@ from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param import gradients
 from composable_shard.flat_param.storage import alloc_storage
 from composable_shard.tensor import reduced_gradient
-from tests.construct.test_composition import (
-    CHECKPOINTED,
-    _make_reentrant,
-)
+from tests.construct.test_composition import CHECKPOINTED, _make_reentrant
 from tests.construct.test_fully_shard import _no_collector
-from tests.harness.helpers import assert_equal, distributed, peak_bytes, still_alive
+from tests.harness.assertions import assert_equal
+from tests.harness.memory import peak_bytes, still_alive
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Layer,
     Net,
@@ -57,24 +56,24 @@ from tests.programs.models import (
     shard_root,
     square_mean,
 )
-from tests.runtime.test_forward_backward import (
-    _Choosing,
-    _Complex,
-    _Language,
-    _make_partly_frozen,
-    _make_with_frozen_unit,
-    _OddParameters,
-    _OnlyEmpty,
-    _OptionalStack,
-    _rank_tokens,
-    _RecurrentHead,
-    _Recursive,
-    _RepeatedBlock,
-    _Sandwich,
-    _shard_linears,
-    _shard_pairs,
-    _SomeLayers,
-    _Sparse,
+from tests.programs.modules import (
+    CallsItself,
+    Choosing,
+    ComplexLayers,
+    OddParameters,
+    OnlyEmpty,
+    OptionalStack,
+    RecurrentHead,
+    RepeatedBlock,
+    Sandwich,
+    SomeLayers,
+    SparseEmbedding,
+    TiedLanguage,
+    make_partly_frozen,
+    make_with_frozen_unit,
+    rank_tokens,
+    shard_linears,
+    shard_pairs,
 )
 
 ShardFn = Callable[..., object]
@@ -353,26 +352,26 @@ def _make_kinds() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], ShardFn, Callable[[nn.Module, int], Tensor]]] = {
     "one unit": (Net, shard_root, _NET),
-    "without a root": (_SomeLayers, lambda m, **o: fully_shard(list(m.layers), **o), run(4, 15)),
-    "frozen unit": (_make_with_frozen_unit, shard_blocks, _NET),
-    "partly frozen": (_make_partly_frozen, shard_children, run(4, 15)),
+    "without a root": (SomeLayers, lambda m, **o: fully_shard(list(m.layers), **o), run(4, 15)),
+    "frozen unit": (make_with_frozen_unit, shard_blocks, _NET),
+    "partly frozen": (make_partly_frozen, shard_children, run(4, 15)),
     "mixed dtypes": (_make_kinds, shard_children, run(4, 15)),
     "mixed dtypes in one unit": (_make_kinds, shard_root, run(4, 15)),
-    "called twice": (_RepeatedBlock, shard_children, run(4, 15)),
-    "called first and last": (_Sandwich, shard_children, run(4, 15)),
-    "recursive": (_Recursive, shard_root, run(4, 15)),
-    "LSTM": (partial(_RecurrentHead, nn.LSTM), shard_children, run(2, 6, 5)),
-    "LSTM in the root": (partial(_RecurrentHead, nn.LSTM), shard_root, run(2, 6, 5)),
+    "called twice": (RepeatedBlock, shard_children, run(4, 15)),
+    "called first and last": (Sandwich, shard_children, run(4, 15)),
+    "recursive": (CallsItself, shard_root, run(4, 15)),
+    "LSTM": (partial(RecurrentHead, nn.LSTM), shard_children, run(2, 6, 5)),
+    "LSTM in the root": (partial(RecurrentHead, nn.LSTM), shard_root, run(2, 6, 5)),
     "own __setattr__": (lambda: nn.Sequential(_Guarded(), _Guarded()), shard_children, run(4, 15)),
-    "several modules": (_SomeLayers, _shard_pairs, run(4, 15)),
+    "several modules": (SomeLayers, shard_pairs, run(4, 15)),
     "every second unit": (Net, _shard_in_turn, _NET),
     "the root alone": (Net, _shard_root_alone_flat, _NET),
     "blocks alone": (lambda: nn.Sequential(Layer(), Layer()), shard_children, run(4, 15)),
-    "odd": (_OddParameters, shard_root, lambda m, step: m(rank_input(4, 15, step=step))),
-    "empty": (_OnlyEmpty, shard_layers, run(4, 15)),
-    "complex": (_Complex, shard_root, run(4, 15)),
+    "odd": (OddParameters, shard_root, lambda m, step: m(rank_input(4, 15, step=step))),
+    "empty": (OnlyEmpty, shard_layers, run(4, 15)),
+    "complex": (ComplexLayers, shard_root, run(4, 15)),
     "no parameters": (_make_bare, shard_children, run(4, 15)),
-    "sparse": (_Sparse, shard_children, lambda m, step: square_mean(m(_rank_tokens(step)))),
+    "sparse": (SparseEmbedding, shard_children, lambda m, step: square_mean(m(rank_tokens(step)))),
 }
 
 
@@ -404,15 +403,15 @@ def _shard_by_rule(model: nn.Module, rule: dict[str, bool], use_orig_params: boo
 @distributed(1, 2, 3)
 def test_tied_parameters_train_alike(rule: dict[str, bool]) -> None:
     """Within a unit and across units of both kinds, whichever owns the parameter."""
-    twins = FlatTwins(_Language, partial(_shard_by_rule, rule=rule))
-    twins.train(lambda model, step: square_mean(model(_rank_tokens(step))), optim.AdamW, lr=0.1)
+    twins = FlatTwins(TiedLanguage, partial(_shard_by_rule, rule=rule))
+    twins.train(lambda model, step: square_mean(model(rank_tokens(step))), optim.AdamW, lr=0.1)
     assert twins.sharded.head.weight is twins.sharded.embedding.weight
 
 
 @distributed(1, 2, 3)
 def test_unit_that_nobody_uses_keeps_no_gradient() -> None:
     """So no optimizer moves it; the units that ran get theirs."""
-    twins = FlatTwins(_Choosing, _shard_linears)
+    twins = FlatTwins(Choosing, shard_linears)
     for used in ((0, 1, 2), (0, 2), (), (1,)):
         twins.step(lambda model, used=used: square_mean(model(rank_input(4, 15), used)))
         for index, layer in enumerate(twins.sharded.layers):
@@ -424,7 +423,7 @@ def test_unit_that_nobody_uses_keeps_no_gradient() -> None:
 @distributed(2, 3)
 def test_parameters_used_on_some_ranks_count_as_zero_on_the_others() -> None:
     """The gradients of those that no rank used are None where originals are shown."""
-    twins = FlatTwins(_OptionalStack, shard_blocks)
+    twins = FlatTwins(OptionalStack, shard_blocks)
     is_first = dist.get_rank() == 0
     for used in ((is_first, not is_first, True), (False, is_first, False), (True, True, True)):
         twins.step(lambda model, used=used: square_mean(model(rank_input(4, 5), used)))
@@ -435,7 +434,7 @@ def test_parameters_used_on_some_ranks_count_as_zero_on_the_others() -> None:
 @distributed(2)
 def test_parameter_that_nobody_used_is_stepped_with_a_zero_gradient() -> None:
     """Where another one of its unit was used: an optimizer sees one tensor."""
-    model = make_flat(_OptionalStack)
+    model = make_flat(OptionalStack)
     optimizer = optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     before = full_values_and_gradients(model)["blocks.0.optional.weight"][0]
     square_mean(model(rank_input(4, 5), (False,) * 3)).backward()
@@ -681,9 +680,9 @@ def test_errors_leave_the_flat_parameters_shown(where: str) -> None:
 @distributed()
 def test_copies_train_alike(num_steps: int) -> None:
     """Copies made before and after a step show flat parameters of their own."""
-    twins = FlatTwins(_Language, shard_blocks)
+    twins = FlatTwins(TiedLanguage, shard_blocks)
     if num_steps:
-        twins.step(lambda model: square_mean(model(_rank_tokens(9))))
+        twins.step(lambda model: square_mean(model(rank_tokens(9))))
     original = twins.sharded
     twins.sharded = copy.deepcopy(original)
     twins.sharded.zero_grad()
@@ -691,14 +690,14 @@ def test_copies_train_alike(num_steps: int) -> None:
     assert names(twins.sharded) == names(original)
     assert not {id(p) for p in original.parameters()} & {id(p) for p in twins.sharded.parameters()}
     assert twins.sharded._flat_param is twins.sharded._parameters["_flat_param"]
-    twins.train(lambda model, step: square_mean(model(_rank_tokens(step))), optim.AdamW, lr=0.1)
+    twins.train(lambda model, step: square_mean(model(rank_tokens(step))), optim.AdamW, lr=0.1)
     assert_flat_at_rest(original)
 
 
 @distributed(2)
 def test_deep_copy_leaves_gradients_behind() -> None:
     """As of any parameter; the copy then has its own."""
-    twins = FlatTwins(_OptionalStack, shard_blocks)
+    twins = FlatTwins(OptionalStack, shard_blocks)
     twins.step(lambda model: square_mean(model(rank_input(4, 5), (True,) * 3)))
     twins.sharded = copy.deepcopy(twins.sharded)
     assert all(param.grad is None for param in twins.sharded.parameters())

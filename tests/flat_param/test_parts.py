@@ -24,7 +24,7 @@ from composable_shard.flat_param.slots import FlatSlot, ModuleItems, find_slots
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
 from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec, UnitLabel, WriteGuard
-from tests.harness.helpers import peak_bytes
+from tests.harness.memory import peak_bytes
 
 CPU = torch.device("cpu")
 

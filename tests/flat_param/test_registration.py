@@ -40,8 +40,9 @@ from tests.flat_param.test_flat_mode import (
     make_flat,
     names,
 )
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Layer,
     Net,
@@ -52,7 +53,7 @@ from tests.programs.models import (
     shard_root,
     square_mean,
 )
-from tests.runtime.test_forward_backward import _Language, _OptionalStack, _rank_tokens
+from tests.programs.modules import OptionalStack, TiedLanguage, rank_tokens
 from tests.runtime.test_random_trees import _RandomTree, _RandomUnit
 
 Toggle = Callable[..., None]
@@ -112,7 +113,7 @@ def test_originals_stay_shown_before_the_first_forward() -> None:
 @distributed(1, 2)
 def test_missing_gradients_stay_missing() -> None:
     """Of whole units, and of the single parameters that nobody used, in both directions."""
-    twins = Twins(_OptionalStack, shard_blocks)
+    twins = Twins(OptionalStack, shard_blocks)
     twins.step(lambda model: square_mean(model(rank_input(4, 5), (True, False, False))))
     model = twins.sharded
     register_flat_param(model)
@@ -159,12 +160,12 @@ def test_same_parameter_objects_come_back() -> None:
 @distributed(1, 2, 3)
 def test_training_goes_on_with_an_optimizer_built_anew(is_flat_first: bool) -> None:
     """Bitwise, toggled after every step."""
-    twins = FlatTwins(_Language, shard_blocks, against_originals=True)
+    twins = FlatTwins(TiedLanguage, shard_blocks, against_originals=True)
     if not is_flat_first:
         register_orig_params(twins.sharded)
     for step in range(4):
         optimizers = [optim.SGD(model.parameters(), lr=0.1) for model in twins]
-        twins.step(lambda model, step=step: square_mean(model(_rank_tokens(step))))
+        twins.step(lambda model, step=step: square_mean(model(rank_tokens(step))))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -14,7 +14,7 @@ from composable_shard.flat_param.entries import dense_stride
 from composable_shard.flat_param.slots import ModuleItems, find_slots
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.swapping import swap_parameter
-from tests.harness.helpers import peak_bytes
+from tests.harness.memory import peak_bytes
 
 pytestmark = pytest.mark.fast
 

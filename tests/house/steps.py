@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 import composable_shard
-from tests.harness.helpers import run_processes
+from tests.harness.ranks import run_processes
 
 __all__ = ["Entered", "count_steps"]
 

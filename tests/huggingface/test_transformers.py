@@ -11,7 +11,8 @@ from torch import Tensor
 
 from composable_shard.huggingface import save_pretrained
 from tests.ecosystem.programs import make_llama, needs, shard_llama
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 
 
 @needs("accelerate", "transformers")

@@ -40,8 +40,10 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import CollectiveLog, count_collectives
 from composable_shard.tensor import own_gradient
-from tests.harness.helpers import assert_equal, distributed, peak_bytes
+from tests.harness.assertions import assert_equal
+from tests.harness.memory import peak_bytes
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Layer,
     Net,

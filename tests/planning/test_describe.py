@@ -19,7 +19,7 @@ from composable_shard import (
     set_forward_prefetch,
 )
 from composable_shard.options import Block
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import Net, loss_of, make_net, replica_mesh
 
 GRANULARITIES = ("element", "row", Block(16), "param")

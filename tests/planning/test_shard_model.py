@@ -31,9 +31,9 @@ from composable_shard import (
 from composable_shard.planning import by_class, transformer_blocks
 from composable_shard.planning.model_plan import choose_units
 from composable_shard.planning.rules import compile_glob, parse_rules
-from composable_shard.runtime.initialization import describe_options
+from composable_shard.runtime.comparison import describe_options
 from composable_shard.runtime.tree import ModuleTree
-from tests.harness.helpers import distributed, run_ranks
+from tests.harness.ranks import distributed, run_ranks
 from tests.programs.claims import assert_close, unsharded_gradients
 from tests.programs.models import (
     Layer,

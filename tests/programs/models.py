@@ -29,9 +29,11 @@ from composable_shard import (
 from composable_shard.comm.trace import CollectiveLog
 from composable_shard.options import Granularity
 from composable_shard.planning import ShardingPlan
-from composable_shard.runtime.unit import ShardState, TrainingState
+from composable_shard.runtime.training_state import TrainingState
+from composable_shard.runtime.unit import ShardState
 from composable_shard.tensor import own_gradient
-from tests.harness.helpers import assert_equal, assert_within, device
+from tests.harness.assertions import assert_equal, assert_within
+from tests.harness.ranks import device
 
 __all__ = [
     "EVERYWHERE",
@@ -48,6 +50,7 @@ __all__ = [
     "Wide",
     "add_one",
     "assert_at_rest",
+    "assert_gradients_equal",
     "assert_holds",
     "assert_is_slice",
     "average_gradients",
@@ -56,8 +59,10 @@ __all__ = [
     "fingerprint",
     "full_tensor_of",
     "loss_of",
+    "loss_of_shape",
     "make_net",
     "net_without_first_rank",
+    "num_gathers_and_reductions",
     "on_meta",
     "plan_of",
     "rank_input",
@@ -69,6 +74,7 @@ __all__ = [
     "shard_mixed",
     "shard_root",
     "square_mean",
+    "train_by",
     "train_twins",
     "wait_for_engine",
 ]
@@ -261,6 +267,12 @@ def loss_of(model: nn.Module, step: int = 0) -> Tensor:
     return model(rank_input(4, 5, step=step)).float().square().mean()
 
 
+def loss_of_shape(*shape: int, step: int = 0) -> Callable[[nn.Module], Tensor]:
+    """Return what gives a model its loss of this rank's random input."""
+    x = rank_input(*shape, step=step)
+    return lambda model: square_mean(model(x))
+
+
 def square_mean(output: Tensor) -> Tensor:
     """Return a loss of any output."""
     return output.square().mean()
@@ -271,6 +283,15 @@ def collectives_of(run: Callable[[], object]) -> CollectiveLog:
     with count_collectives() as log:
         run()
     return log
+
+
+def num_gathers_and_reductions(
+    model: nn.Module, run: Callable[[nn.Module], Any]
+) -> tuple[int, int]:
+    """Return how many all-gathers and reduce-scatters a run makes."""
+    with count_collectives() as counts:
+        run(model)
+    return counts.count("all_gather"), counts.count("reduce_scatter")
 
 
 def full_tensor_of(tensor: Tensor) -> Tensor:
@@ -310,6 +331,14 @@ def assert_is_slice(
     assert shard.shape == full.shape, what
     if not spec.is_owned_by_other_rank:
         compare(shard._local, spec.slice(full.detach()), what)
+
+
+def assert_gradients_equal(model: nn.Module, plain: nn.Module) -> None:
+    """Assert that each gradient of a sharded model is its part of the plain one's."""
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (param.grad is None) == (expected.grad is None), name
+        if expected.grad is not None:
+            assert_is_slice(param.grad, expected.grad, name)
 
 
 def every_granularity(param: nn.Parameter) -> Granularity:
@@ -376,6 +405,11 @@ class Twins:
         _assert_same(losses[1].detach(), losses[0].detach(), "loss")
         self.assert_equal_gradients()
 
+    def zero_grad(self) -> None:
+        """Drop the gradients of both."""
+        for model in self:
+            model.zero_grad()
+
     def assert_equal_gradients(self) -> None:
         """Compare every gradient, and which parameters have none."""
         __tracebackhide__ = True
@@ -411,6 +445,19 @@ def train_twins(
             optimizer.zero_grad()
         twins.assert_equal_parameters()
     assert_at_rest(twins.sharded, kept=kept)
+
+
+def train_by(
+    twins: Twins, run: Callable[[int], Callable[[nn.Module], Any]], steps: int = 2
+) -> None:
+    """Take optimizer steps with both twins, comparing as it goes."""
+    optimizers = twins.optimizers()
+    for step in range(steps):
+        twins.step(run(step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    twins.assert_equal_parameters()
 
 
 def _assert_same(actual: Tensor, expected: Tensor, what: str) -> None:

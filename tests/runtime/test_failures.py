@@ -36,7 +36,8 @@ from composable_shard.comm.order import order_of
 from composable_shard.flat_param import full_values, gradients
 from composable_shard.flat_param import handle as handle_module
 from composable_shard.runtime import backward_pass
-from tests.harness.helpers import Planned, assert_equal, distributed
+from tests.harness.assertions import Planned, assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     CheckpointsBlocks,
     FailingMode,

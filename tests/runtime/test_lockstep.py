@@ -22,8 +22,9 @@ from composable_shard.comm.order import NUM_TAGS, GroupOrder, identify, order_of
 from composable_shard.torch_private import side_store, timeout_of
 from tests import differences, fuzz_lockstep
 from tests.differences import Chain, Run
-from tests.harness import helpers
-from tests.harness.helpers import distributed
+from tests.harness import ranks
+from tests.harness.ranks import distributed
+from tests.harness.workers import GROUP_TIMEOUT_S
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_order_names_both_sides(
 
     Operations at rest that gather or reduce are among them: one rank alone, or another operation.
     """
-    monkeypatch.setattr(helpers, "GRACE_S", 20)
+    monkeypatch.setattr(ranks, "GRACE_S", 20)
     cell = differences.measure(name, strategy, timeout_s=20)
     assert cell.kind == "error", cell
     assert cell.seconds < 10
@@ -105,7 +106,7 @@ def test_alone_says_where_the_other_rank_is(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str
 ) -> None:
     """Alone and A rank dies: within the timeout and 10 s."""
-    monkeypatch.setattr(helpers, "GRACE_S", 20)
+    monkeypatch.setattr(ranks, "GRACE_S", 20)
     cell = differences.measure(name, "FULL_SHARD", timeout_s=3)
     assert cell.kind == "error", cell
     assert text in cell.texts[0]
@@ -187,7 +188,7 @@ def test_order_a_group_that_is_not_in_use_is_left_alone(
 
 def test_a_rank_that_deviates_at_random_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thin slice of `python -m tests.fuzz_lockstep`."""
-    monkeypatch.setattr(helpers, "GRACE_S", 20)
+    monkeypatch.setattr(ranks, "GRACE_S", 20)
     assert not fuzz_lockstep.failing_cases(range(1))
 
 
@@ -284,4 +285,4 @@ def test_alone_groups_made_inside_have_the_timeout_of_the_job() -> None:
     group = get_host_group()._group
     assert group is not None
     assert group is not world
-    assert timeout_of(group) == timeout_of(world) == timedelta(seconds=helpers.GROUP_TIMEOUT_S)
+    assert timeout_of(group) == timeout_of(world) == timedelta(seconds=GROUP_TIMEOUT_S)

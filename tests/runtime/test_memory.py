@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from composable_shard import fully_shard, get_handles
-from tests.harness.helpers import distributed, peak_bytes
+from tests.harness.memory import peak_bytes
+from tests.harness.ranks import distributed
 
 NUM_BLOCKS = 6
 DIM = 64

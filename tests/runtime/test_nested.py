@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from composable_shard.runtime.casts import iter_tensors, map_tensors
+from composable_shard.runtime.containers import iter_tensors, map_tensors
 
 pytestmark = pytest.mark.fast
 

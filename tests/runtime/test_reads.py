@@ -23,9 +23,9 @@ from composable_shard import ShardingStrategy, fully_shard, get_states
 from composable_shard.flat_param import LOCKED
 from composable_shard.runtime.saved_values import KnownForwards, SavedValues
 from composable_shard.torch_private import top_saved_tensors_hooks
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
 from tests.harness.poison import poisoned
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import Layer, rank_input, shard_children, shard_layers, shard_root
 

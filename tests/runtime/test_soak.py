@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.drills import soak
 from composable_shard import ShardingStrategy
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 
 pytestmark = pytest.mark.long
 

@@ -30,7 +30,7 @@ from composable_shard.comm.collectives import all_gather
 from composable_shard.comm.trace import record
 from composable_shard.flat_param import gradients
 from composable_shard.flat_param.handle import FlatParamHandle
-from tests.harness.helpers import peak_bytes
+from tests.harness.memory import peak_bytes
 
 
 @dataclass(frozen=True)

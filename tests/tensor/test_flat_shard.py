@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from composable_shard.comm.trace import count_collectives
 from composable_shard.layout.flat_layout import FlatLayout
 from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor
-from composable_shard.tensor.shard_spec import ParamLabel, ShardSpec
+from composable_shard.tensor.labels import ParamLabel
+from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.tensor.write_guard import WriteGuard
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 
 pytestmark = pytest.mark.fast
 

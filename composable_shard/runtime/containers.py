@@ -1,0 +1,103 @@
+"""The tensors in the inputs and outputs of a forward: containers are looked through, or copied."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in `value`, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (str, bytes, int, float, type(None))):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from iter_tensors(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from iter_tensors(item)
+    else:
+        for name in _attributes(value):
+            yield from iter_tensors(getattr(value, name))
+
+
+def _attributes(value: Any) -> list[str]:
+    """Return the attributes of a dataclass or plain result object that may hold tensors.
+
+    A module in an output keeps its parameters and buffers: they are the model's, not results.
+    """
+    if isinstance(value, (type, nn.Module)):
+        return []
+    if dataclasses.is_dataclass(value):
+        names = [entry.name for entry in dataclasses.fields(value)]
+        return [name for name in names if hasattr(value, name)]
+    # One level of attributes is what users write.
+    kinds = (Tensor, Mapping, list, tuple)
+    return [
+        name for name, item in getattr(value, "__dict__", {}).items() if isinstance(item, kinds)
+    ]
+
+
+def map_tensors(
+    value: Any, fn: Callable[[Tensor], Tensor], *, looks_into_objects: bool = True
+) -> Any:
+    """Return `value` with `fn` applied to every tensor in it.
+
+    Containers and objects in which a tensor changes are replaced by shallow copies, because the
+    model or its caller may keep the originals: a running state, a cache, a batch. Unless
+    `looks_into_objects`, objects that are neither containers nor dataclasses are left alone. So are
+    modules, always.
+    """
+    if isinstance(value, Tensor):
+        return fn(value)
+    mapped = partial(map_tensors, fn=fn, looks_into_objects=looks_into_objects)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return _map_sequence(value, mapped)
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif looks_into_objects or dataclasses.is_dataclass(value):
+        items = [(name, getattr(value, name)) for name in _attributes(value)]
+    else:
+        return value
+    changed = {key: new for key, old in items if (new := mapped(old)) is not old}
+    if not changed:
+        return value
+    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
+        return type(value)({**value, **changed})  # type: ignore[call-arg]
+    twin = _copied(value)
+    for key, new in changed.items():
+        if isinstance(twin, MutableMapping):
+            twin[key] = new
+        else:
+            # Past a frozen dataclass's own __setattr__.
+            object.__setattr__(twin, key, new)
+    return twin
+
+
+def _map_sequence(value: Any, mapped: Callable[[Any], Any]) -> Any:
+    items = [mapped(item) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    if isinstance(value, list):
+        twin = _copied(value)
+        twin[:] = items
+        return twin
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _copied(value: Any) -> Any:
+    try:
+        return copy.copy(value)
+    except Exception as error:
+        raise RuntimeError(
+            f"can't copy the {type(value).__name__} that a forward takes or returns, in which "
+            "tensors are replaced (they are cast, or of earlier graphs, or views of full "
+            f"parameters): {error}. Give the class a __copy__ that works, or pass a dict."
+        ) from error
