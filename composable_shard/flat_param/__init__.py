@@ -42,6 +42,16 @@ from composable_shard.flat_param.pending_gradients import (
     settled,
 )
 from composable_shard.flat_param.precision import Precision
+from composable_shard.flat_param.readers import (
+    FORWARD,
+    GRAPH,
+    HELD,
+    HIDDEN_ALIAS,
+    KEEP_MEMORY,
+    LATE_GRAPH,
+    NESTED,
+    RESHARD,
+)
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.scopes import (
     check_scope,

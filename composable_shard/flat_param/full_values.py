@@ -57,6 +57,7 @@ from composable_shard.comm import (
 from composable_shard.flat_param.entries import zero_padding
 from composable_shard.flat_param.initial_values import checksum
 from composable_shard.flat_param.local_shard import LocalShard
+from composable_shard.flat_param.readers import GRAPH, WRITE, Readers
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.unsharded_params import UnshardedParams
 from composable_shard.tensor import UnitLabel
@@ -107,9 +108,8 @@ class FullValues:
         has_separate_shard: The local shard is never part of the buffer.
         is_whole: The local shard is the buffer, so that nothing needs to be filled.
         small_group: The ranks that hold all values once between forward and backward, if any.
-        claims: Those who need the full values: units in forward, and `unshard` calls.
+        readers: Who may still read the values.
         params: The parameters that are views of the buffer.
-        serves_graphs: A graph may read the values later, see [Note: Graphs of gradients].
     """
 
     def __init__(
@@ -134,10 +134,9 @@ class FullValues:
         self.is_whole = not (self.is_sharded or self.has_separate_shard)
         self.state = CURRENT if self.is_whole else FREED
         self.writes = -1
-        self.claims: set[object] = set()
+        self.readers = Readers()
         self.small_group: SmallGroup | None = None
-        self.params = UnshardedParams(buffer, shard.layout)
-        self.serves_graphs = False
+        self.params = UnshardedParams(buffer, shard.layout, self.readers)
         self._written_back = -1  # guard.num_writes after the last writeback by hand
         self._gather: Waitable | None = None  # while GATHERING
         self._all_gather: AllGather | None = None  # into `output`; made by the first gather
@@ -154,9 +153,9 @@ class FullValues:
         self.state = state
 
     def take_over(self, other: FullValues) -> None:
-        """Take over name, claims and small group of the full values that these replace."""
-        self.label, self.claims = other.label, other.claims
-        self.small_group = other.small_group
+        """Take over name, readers and small group of the full values that these replace."""
+        self.label, self.small_group = other.label, other.small_group
+        self.readers.follow(other.readers)
         self.params.follow(other.params)
 
     @property
@@ -177,14 +176,14 @@ class FullValues:
 
     def serve_graphs(self) -> None:
         """Keep the values until shards are written, see [Note: Graphs of gradients]."""
-        if not self.serves_graphs:
-            self.serves_graphs = True
+        if not self.readers.bits & GRAPH:
+            self.readers.add(GRAPH)
             _watch_writes(self)
 
-    def end_graphs(self) -> None:
-        """Stop keeping the values for graphs; a graph that still reads them raises."""
-        if self.serves_graphs:
-            self.serves_graphs = False
+    def end_graphs(self, event: str) -> None:
+        """Stop keeping the values for graphs, `WRITE` or `RESHARD`; one that reads them raises."""
+        if self.readers.bits & GRAPH:
+            self.readers.end(event)
             self.params.expire()
 
     # Gather, wait, free
@@ -217,7 +216,7 @@ class FullValues:
         self.writes = self.shard.guard.num_writes
         if self._gather is None:
             self.move(CURRENT)
-        elif self.serves_graphs:
+        elif self.readers.bits & GRAPH:
             self.wait()
 
     def _issue(self, streams: Streams | None, when: str) -> Waitable | None:
@@ -308,7 +307,7 @@ class FullValues:
             self.move(FREED)
         if not self.is_sharded or self.state is FREED or self.state is HOLDS_GRADIENTS:
             return
-        if self.state is GATHERING or self.serves_graphs:
+        if self.state is GATHERING or self.readers.bits & GRAPH:
             # The backend still writes into the storage. Ignore errors: the values are not needed,
             # and an earlier error may be the cause.
             with suppress(RuntimeError):
@@ -316,7 +315,7 @@ class FullValues:
         if self.is_kept:
             return
         self._part = part
-        if self.serves_graphs:
+        if self.readers.bits & GRAPH:
             self.writes = -1
             return
         self._forget(FREED if part is None else PARTIAL)
@@ -404,7 +403,7 @@ def _note_write(full_ref: weakref.ref[FullValues]) -> None:
     full = full_ref()
     if full is None:
         return
-    full.end_graphs()
-    if not full.claims:
+    full.end_graphs(WRITE)
+    if not full.readers.claims:
         full.free()
         full.params.lock()  # a kept buffer

@@ -33,6 +33,7 @@ from composable_shard.flat_param.grad_pieces import (
 )
 from composable_shard.flat_param.gradient_reduction import FlatReduction, ScratchPool
 from composable_shard.flat_param.host_gradient import HostGradient
+from composable_shard.flat_param.readers import BACKWARD, HIDDEN_ALIAS, LATE_GRAPH
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.layout import FlatLayout
@@ -208,9 +209,7 @@ class FlatGradients:
                 and packing.may_share
                 and not full.is_kept
                 and (full.state is CURRENT or full.state is STALE)
-                and not full.claims
-                and not full.params.has_late_reads
-                and not full.params.aliases.are_hidden
+                and not (full.readers.claims or full.readers.bits)
             )
         view = self.views[index]  # type: ignore[index]
         if self.arrived[index]:
@@ -241,7 +240,9 @@ class FlatGradients:
 
     def pack_rest(self, *, may_overwrite: bool) -> None:
         """Pack gradients left unpacked by earlier microbatches; raise if hooks edited values."""
-        is_held = self._full is not None and bool(self._full.claims)  # users may set gradients then
+        is_held = self._full is not None and bool(
+            self._full.readers.claims
+        )  # users may set gradients then
         if is_held or not all(self.arrived):
             with torch.no_grad():  # gradients of create_graph have a graph, the buffer has none
                 for index in range(len(self.arrived)):
@@ -252,7 +253,7 @@ class FlatGradients:
         if packing.is_plain:
             params = full.params
             expected = [*map(add, params.versions, self.arrived)]
-            if params.aliases.are_hidden or [*map(version_of, params.watched)] != expected:
+            if params.readers.bits & HIDDEN_ALIAS or [*map(version_of, params.watched)] != expected:
                 params.check_overwritten(expected)
 
     def _begin_round(self) -> None:
@@ -417,8 +418,8 @@ class FlatGradients:
         assert full is not None
         if self.layout.owners:
             full.expire()  # [Note: Writes by owners]
-        if full.params.has_late_reads:
-            full.params.note_graphs_end()
+        if full.readers.bits & LATE_GRAPH:
+            full.readers.end(BACKWARD)
         is_partial = self.reduction.partial is not None
         pieces = self._ready_pieces(is_partial=is_partial)
         if is_partial:

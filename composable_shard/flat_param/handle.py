@@ -22,6 +22,7 @@ from composable_shard.flat_param.initial_values import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.param_classes import copy_unsharded
 from composable_shard.flat_param.precision import Precision
+from composable_shard.flat_param.readers import HIDDEN_ALIAS
 from composable_shard.flat_param.shown import (
     SHARDED,
     ShownParams,
@@ -453,7 +454,8 @@ class FlatParamHandle:
         if params.is_locked:
             return False  # users could not edit them, or gradients overwrote them
         is_edited = [*map(version_of, params.watched)] != params.versions
-        if not (is_edited or params.aliases.are_hidden) or not params.edited(params.versions):
+        is_edited = is_edited or bool(params.readers.bits & HIDDEN_ALIAS)
+        if not is_edited or not params.edited(params.versions):
             return False
         if keeps and self.full.can_write_back:
             return self.full.keep_edits()

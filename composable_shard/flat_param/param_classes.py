@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable_shard.flat_param.readers import HIDDEN_ALIAS, Readers
 from composable_shard.tensor import (
     FlatShard,
     HiddenGradient,
@@ -41,13 +42,13 @@ def _no_handle() -> None:
 class Aliases:
     """Notes that the parameters of one flat parameter share."""
 
-    __slots__ = ("are_hidden", "handle", "has_new_flags", "left", "overwritten")
+    __slots__ = ("handle", "has_new_flags", "left", "overwritten", "readers")
 
-    def __init__(self) -> None:
+    def __init__(self, readers: Readers | None = None) -> None:
+        self.readers = readers or Readers()
         self.handle: Callable[[], Any] = _no_handle  # until gradients are hooked
         # Positions whose gradient the user set; whether there was one at rest, which it replaces.
         self.left: dict[int, bool] = {}
-        self.are_hidden = False  # an alias was taken that autograd can't see
         self.has_new_flags = False  # `requires_grad` of a parameter was set
         # By position: the gradient has overwritten the value; None: no value can be overwritten.
         self.overwritten: Sequence[bool] | None = None
@@ -103,9 +104,9 @@ class Aliases:
 
     def check_can_copy(self, param: Any) -> None:
         """Check that the value of a parameter is there, for a copy that shares no memory."""
-        are_hidden = self.are_hidden
+        bits = self.readers.bits
         self.note_hidden(param)
-        self.are_hidden = are_hidden
+        self.readers.bits = bits
 
     def note_hidden(self, param: UnshardedParameter) -> None:
         """Note that an alias of a parameter is taken; raise if its value is not there."""
@@ -117,7 +118,7 @@ class Aliases:
                 "unit has freed it, or parameters were written since. Clone in the forward what "
                 "you want to keep, or read the module's own parameter: p.full_tensor()."
             )
-        self.are_hidden = True
+        self.readers.add(HIDDEN_ALIAS)
         if self.overwritten is not None and self.overwritten[param.shard_position]:
             raise RuntimeError(
                 f"the value of parameter '{param.shard_label}' was asked for in a backward in "

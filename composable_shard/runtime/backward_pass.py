@@ -172,7 +172,7 @@ class BackwardPass:
         handle = item.handle
         self._open.remove(item)
         item.position = CLOSED
-        if not handle.full.claims and not handle.full.params.is_locked:
+        if not handle.full.readers.claims and not handle.full.params.is_locked:
             handle.take_back("in a backward hook")
         if item.is_reduced and (handle.requires_grad or needs_reduction(handle)):
             self.queue.end(item)
