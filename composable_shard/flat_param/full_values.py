@@ -72,21 +72,24 @@ class FullState(Enum):
     CURRENT = "full values, as they were gathered"
     STALE = "full values of shards that were written since"
     PARTIAL = "no full values; this rank keeps its part for a small group"
-    HOLDS_GRADIENTS = "gradients in the place of values, or terms of a reduction"
+    HOLDS_GRADIENTS = "gradients in the place of values, [Note: Packing in place]"
+    HOLDS_TERMS = "other ranks' terms of a reduction whose gradients are elsewhere"
 
     __hash__ = object.__hash__  # Enum's own is a slow Python function
 
 
-FREED, GATHERING, CURRENT, STALE, PARTIAL, HOLDS_GRADIENTS = FullState
+FREED, GATHERING, CURRENT, STALE, PARTIAL, HOLDS_GRADIENTS, HOLDS_TERMS = FullState
 HAVE_VALUES = CURRENT, STALE, GATHERING  # full values are there, or a gather still writes them
+_HOLD_NO_VALUES = FREED, HOLDS_GRADIENTS, HOLDS_TERMS
 
 MOVES: dict[FullState, frozenset[FullState]] = {
-    FREED: frozenset({GATHERING, HOLDS_GRADIENTS}),
+    FREED: frozenset({GATHERING, HOLDS_TERMS}),
     GATHERING: frozenset({CURRENT, FREED}),
-    CURRENT: frozenset({STALE, FREED, PARTIAL, HOLDS_GRADIENTS}),
-    STALE: frozenset({GATHERING, FREED, HOLDS_GRADIENTS}),
-    PARTIAL: frozenset({GATHERING, FREED, HOLDS_GRADIENTS}),
+    CURRENT: frozenset({STALE, FREED, PARTIAL, HOLDS_GRADIENTS, HOLDS_TERMS}),
+    STALE: frozenset({GATHERING, FREED, HOLDS_GRADIENTS, HOLDS_TERMS}),
+    PARTIAL: frozenset({GATHERING, FREED, HOLDS_TERMS}),
     HOLDS_GRADIENTS: frozenset({GATHERING, FREED}),
+    HOLDS_TERMS: frozenset({GATHERING, FREED}),
 }
 
 
@@ -295,7 +298,7 @@ class FullValues:
     def free(self, *, keeps_part: bool = False) -> None:
         """Free the values, after waiting for a gather in flight; a kept buffer stays as it is.
 
-        Gradients in the place of values stay until `end_gradients`; values that a graph may read
+        Gradients and terms of a reduction stay until `end_gradients`; values that a graph may read
         stay too. With `keeps_part` this rank's part in the small group stays, if there is one.
         """
         part, writes = None, self.shard.guard.num_writes
@@ -305,7 +308,7 @@ class FullValues:
         self._part = None
         if self.state is PARTIAL:
             self.move(FREED)
-        if not self.is_sharded or self.state is FREED or self.state is HOLDS_GRADIENTS:
+        if not self.is_sharded or self.state in _HOLD_NO_VALUES:
             return
         if self.state is GATHERING or self.readers.bits & GRAPH:
             # The backend still writes into the storage. Ignore errors: the values are not needed,
@@ -371,23 +374,29 @@ class FullValues:
 
     # Gradients in the place of values
 
-    def hold_gradients(self, *, are_packed: bool) -> None:
-        """Note that gradients take the place of the values, see [Note: Packing in place].
+    def hold_gradients(self) -> None:
+        """Let gradients take the place of the values one by one, see [Note: Packing in place].
 
-        Packed gradients were written through the parameters, which changed their versions.
+        The others are still read, so nothing is locked here: packing writes through the parameters,
+        which changes their versions.
         """
         if self.state is not HOLDS_GRADIENTS:
             self.move(HOLDS_GRADIENTS)
         self.writes = -1
         self._part = None
-        if are_packed:
-            self.params.is_locked = True  # one by one: backward still reads other values
-        else:
-            self.params.lock()
+        self.params.is_locked = True
+
+    def hold_terms(self) -> None:
+        """Let a reduction of gradients that are elsewhere use the memory, at once."""
+        if self.state is not HOLDS_TERMS:
+            self.move(HOLDS_TERMS)
+        self.writes = -1
+        self._part = None
+        self.params.lock()
 
     def end_gradients(self) -> None:
-        """Free the memory of gradients that took the place of the values, if any did."""
-        if self.state is HOLDS_GRADIENTS:
+        """Free the memory that gradients or a reduction have taken from the values, if any has."""
+        if self.state is HOLDS_GRADIENTS or self.state is HOLDS_TERMS:
             self._forget()
             if trace.logs:
                 trace.record("free", self.label.name)

@@ -272,7 +272,7 @@ class FlatGradients:
             # An earlier round of this backward left its result in the buffer.
             self.reduced = self.reduced.clone()
         if in_place and self._full is not None and self.packing is not None:
-            self._full.hold_gradients(are_packed=True)
+            self._full.hold_gradients()
             self._full.params.aliases.overwritten = self.arrived
             self.views = self.packing.places
         else:
@@ -358,7 +358,7 @@ class FlatGradients:
         if not may_share or numel > scratch.numel():  # as with a large, uneven shard
             return scratch.new_empty(numel, dtype=own.dtype)
         if not is_in_place:
-            full.hold_gradients(are_packed=False)
+            full.hold_terms()
         alloc_storage(scratch)
         return scratch[:numel]
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import ShardGroup, Streams, note_setting
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
-from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, FullValues
+from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, HOLDS_TERMS, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
 from composable_shard.flat_param.hidden import set_requires_grad
 from composable_shard.flat_param.initial_values import InitialValues
@@ -413,7 +413,7 @@ class FlatParamHandle:
             return  # `full.is_current`, inlined for most calls
         if full.is_whole or self.shown.scope is not None:
             return
-        if full.state is HOLDS_GRADIENTS:
+        if full.state is HOLDS_GRADIENTS or full.state is HOLDS_TERMS:
             # Another use in this backward needs the values while their storage serves a reduction.
             self.grads.finish()
             self.grads.move_out()
