@@ -21,7 +21,7 @@ from composable_shard.construct.hooks import (
 from composable_shard.construct.originals import Plan
 from composable_shard.construct.plan import as_modules, plan_unit
 from composable_shard.construct.undo import remember
-from composable_shard.flat_param import settle_owners
+from composable_shard.flat_param import balance_owners
 from composable_shard.options import (
     DEFAULT_STRATEGY,
     CheckOrder,
@@ -245,7 +245,7 @@ def _set_owners(
         if not whole and not any(handle.layout.owners for handle in inner):
             return
         sizes = [original.nbytes for original in whole]
-        found = settle_owners(inner, shard_group, sizes, undo=undo)
+        found = balance_owners(inner, shard_group, sizes, undo=undo)
     else:
         found = [owners[original.param] for original in whole]
     for original, owner in zip(whole, found, strict=True):

@@ -29,7 +29,7 @@ from composable_shard.flat_param.gradients_at_rest import (
 )
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.memory import plan_layout
-from composable_shard.flat_param.owners import settle_owners
+from composable_shard.flat_param.owners import balance_owners
 from composable_shard.flat_param.param_classes import UnshardedParameter
 from composable_shard.flat_param.pending_gradients import (
     drop_pending,
@@ -38,8 +38,8 @@ from composable_shard.flat_param.pending_gradients import (
     mark_pending,
     needs_reduction,
     pending_values,
-    settle_pending,
-    settled,
+    unmark_pending,
+    unmarked,
 )
 from composable_shard.flat_param.precision import Precision
 from composable_shard.flat_param.readers import (
@@ -71,6 +71,6 @@ from composable_shard.flat_param.slots import (
     find_slots,
     slot_key,
 )
-from composable_shard.flat_param.swapping import give_back, take_place
+from composable_shard.flat_param.swapping import give_back, swap_keeping_hooks
 from composable_shard.flat_param.unsharded_params import LOCKED
 from composable_shard.flat_param.user_hooks import has_gradient_hooks, run_gradient_hooks

@@ -22,11 +22,11 @@ from composable_shard.flat_param.grad_pieces import (
     OwnBuffer,
     Packing,
     add_gradients,
+    add_used,
     check_has_place,
     copy_arrived,
     local_gradient,
     move_shard,
-    note_used,
     packing_scale,
     wrap_all,
     write_gradient,
@@ -59,7 +59,7 @@ class FlatGradients:
         reduced: Shape `(layout.shard_numel,)`, or None before the first `finish`.
         reduction: Reduces the buffer.
         is_persistent: The buffer stays, see [Note: Persistent gradients].
-        is_direct: Gradients go into the open round as they arrive, see `take_directly`.
+        is_direct: Gradients go into the open round as they arrive, see `set_direct`.
         is_unsynced: A later backward must reduce this on every rank, even where a rank has dropped
             the gradients since.
         has_graph: Gradients came with a graph (create_graph), which is not kept.
@@ -218,7 +218,7 @@ class FlatGradients:
             write_gradient(view, gradient, packing.factor)
             self.arrived[index] = True
 
-    def take_directly(self, flag: bool) -> None:
+    def set_direct(self, flag: bool) -> None:
         """Choose whether gradients go into the open round without a call of the runtime."""
         packing = self.packing
         is_plain = packing is not None and packing.is_plain
@@ -426,7 +426,7 @@ class FlatGradients:
             self.was_used = used  # until the postponed all-reduce
             return
         if shown.shows_flat and shown.flat is not None:
-            used = note_used(shown.flat, used)
+            used = add_used(shown.flat, used)
         reduced, self.reduced = self.reduced, None
         self.was_used = [False] * len(self.was_used)
         at_rest = shown.at_rest

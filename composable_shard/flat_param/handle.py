@@ -27,7 +27,7 @@ from composable_shard.flat_param.shown import (
     SHARDED,
     ShownParams,
     check_flags,
-    take_flags,
+    set_trainable_flags,
     trainable_flags,
 )
 from composable_shard.flat_param.storage import alloc_storage, free_storage
@@ -249,7 +249,7 @@ class FlatParamHandle:
         self._reset(flat, shows_flat=shows_flat)
         self.shown.set_flat_slot(flat_slot)
         with torch.inference_mode(False), torch.no_grad():
-            self.take_slices()
+            self.rebuild_shard()
         self.full.label = self.grads.reduction.label = self.label
         self.full.set_small_group(small_group)
 
@@ -337,7 +337,7 @@ class FlatParamHandle:
             flags = [changed.get(index, flag) for index, flag in enumerate(at_rest)]
             check_flags(self.shown, flags, self.name, where)
             self.full.params.set_flags(flags)
-            take_flags(self.shown, flags)
+            set_trainable_flags(self.shown, flags)
 
     def _adopt_requires_grad(self) -> None:
         shown, flags = self.shown, trainable_flags(self.shown)
@@ -345,7 +345,7 @@ class FlatParamHandle:
         if shown.agreed_flags is not None and flags != shown.agreed_flags:
             groups = self.shard_group.group, *self.shard_group.joint_groups
             note_setting(f"requires_grad of unit '{self.name}' set to {flags}", groups)
-            shown.note_agreement()
+            shown.remember_agreed_flags()
         for entry, flag in zip(self.entries, flags, strict=True):
             set_requires_grad(entry.sharded, flag)
         if not shown.shows_flat and shown.flat is not None:
@@ -370,13 +370,13 @@ class FlatParamHandle:
         self.initial.forget()
         self.is_attached = False
         with torch.inference_mode(False), torch.no_grad():
-            self.take_slices(self.full)  # each old slice is freed as its parameter leaves it
+            self.rebuild_shard(self.full)  # each old slice is freed as its parameter leaves it
             if self.on_gradient is not None:
                 self._build_unsharded_params()
         self.guard.note_attributes(True)
         self.is_attached = self.on_gradient is not None  # last, as in `attach`
 
-    def take_slices(self, before: FullValues | None = None) -> None:
+    def rebuild_shard(self, before: FullValues | None = None) -> None:
         """Copy the parameters shown at rest into a new flat shard; all become views of it.
 
         The new full values replace those `before`.
@@ -433,7 +433,7 @@ class FlatParamHandle:
                         return True
         return False
 
-    def take_back(self, where: str, *, keeps: bool = False) -> bool:
+    def adopt_shown_changes(self, where: str, *, keeps: bool = False) -> bool:
         """Adopt or report changes of the full parameters, which modules stop showing.
 
         `requires_grad_()` takes effect now, and edits that will be lost cause a warning. Returns

@@ -105,11 +105,11 @@ class Aliases:
     def check_can_copy(self, param: Any) -> None:
         """Check that the value of a parameter is there, for a copy that shares no memory."""
         bits = self.readers.bits
-        self.note_hidden(param)
+        self.enter_hidden_alias(param)
         self.readers.bits = bits
 
-    def note_hidden(self, param: UnshardedParameter) -> None:
-        """Note that an alias of a parameter is taken; raise if its value is not there."""
+    def enter_hidden_alias(self, param: UnshardedParameter) -> None:
+        """Enter whoever takes an alias of a parameter; raise if its value is not there."""
         handle = self.handle()
         full = None if handle is None or handle.shown.is_unsharded else handle.full
         if full is not None and not full.is_whole and not (full.has_values and full.is_current):
@@ -171,7 +171,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
                 "freed after the forward. Compute with the parameter itself, or make one of a "
                 "copy: nn.Parameter(weight.detach().clone())."
             )
-        self.shard_aliases.note_hidden(self)
+        self.shard_aliases.enter_hidden_alias(self)
         return super().detach()
 
     @property
@@ -215,7 +215,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return an array, as any tensor does; from then on gradients overwrite no values."""
-        self.shard_aliases.note_hidden(self)
+        self.shard_aliases.enter_hidden_alias(self)
         return super().numpy(force=force)
 
     @property
@@ -223,7 +223,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         """A detached alias with a version counter of its own, as any tensor's is."""
         if any(running("torch._functorch._aot_autograd.runtime_wrappers", "__torch_dispatch__")):
             return super().data  # the compiler checks its class, around the first run of a graph
-        self.shard_aliases.note_hidden(self)
+        self.shard_aliases.enter_hidden_alias(self)
         alias = self.shard_alias
         if alias is None:
             alias = self.shard_alias = super().data

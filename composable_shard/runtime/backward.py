@@ -199,7 +199,7 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
     )
     handle.grads.pack(index, may_overwrite=may_overwrite)
     if not (is_counted or handle.full.readers.bits & LATE_GRAPH):
-        handle.grads.take_directly(True)
+        handle.grads.set_direct(True)
 
 
 def _check_not_in_scope(state: ShardState) -> None:

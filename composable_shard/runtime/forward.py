@@ -289,7 +289,7 @@ def _leave_pass(
             for handle in state.needed:
                 if handle.full.readers.claims:
                     continue
-                is_edited = handle.take_back("in forward", keeps=True)
+                is_edited = handle.adopt_shown_changes("in forward", keeps=True)
                 if is_edited and reached is not None:
                     reached.note_edits()
                 if handle.full.params.aliases.left:

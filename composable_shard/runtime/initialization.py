@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard.comm import exchange_always
-from composable_shard.flat_param import drop_gradient, settle_owners
+from composable_shard.flat_param import balance_owners, drop_gradient
 from composable_shard.runtime.aborted import next_backward_id
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.comparison import check_agreement
@@ -126,7 +126,7 @@ def _fix_owners(contexts: list[TreeContext]) -> None:
     if not all(handle.has_fixed_owners for handle in handles):
         # The ranks compare everything soon, which finds a rank with a different plan.
         if any(handle.layout.owners for handle in handles):
-            settle_owners(handles, always_compare=False)
+            balance_owners(handles, always_compare=False)
         for handle in handles:
             handle.fix_owners()
 
@@ -154,7 +154,7 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
         context.has_agreed = True
         exchange_always(_always_checked(context.live_states()))
         for handle in context.live_handles():
-            handle.shown.note_agreement()
+            handle.shown.remember_agreed_flags()
             handle.guard.take_new()  # ranks may have initialised by themselves
         if any(handle.grads.is_persistent for handle in context.live_handles()):
             context.reduction_order = ReductionOrder()

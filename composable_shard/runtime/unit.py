@@ -121,7 +121,7 @@ class ShardState:
             handle.full.readers.claims.discard(claim)
         for handle in held:
             if not handle.full.readers.claims:
-                handle.take_back("between unshard and reshard")
+                handle.adopt_shown_changes("between unshard and reshard")
 
     def note_load(self, missing_keys: list[str], prefix: str) -> None:
         """Note a load_state_dict: its missing keys, and the prefix below which all is loaded."""
