@@ -194,6 +194,9 @@ class FullValues:
 
         See `FlatParamHandle.unshard`. If the gather fails, the values are freed.
         """
+        # The wait comes first: two gathers into one buffer could end in either order. The lock
+        # comes before the gather, which overwrites what a graph may read as soon as it is issued;
+        # freed values were locked when they were freed.
         if self.state is GATHERING:
             self.wait()
         if self.state is CURRENT:
@@ -209,6 +212,8 @@ class FullValues:
         except BaseException:
             self._give_up(None, streams)
             raise
+        # Last: if an interrupt cuts `_give_up` short, the state stays GATHERING, and with the count
+        # set the next forward would take for values what nobody has written.
         self.writes = self.shard.guard.num_writes
         if self._gather is None:
             self.move(CURRENT)
@@ -282,7 +287,9 @@ class FullValues:
         if gather is not None:
             collectives.abandon(gather)
         elif self.is_sharded:
-            collectives.settle(self.shard.shard_group.group)  # an interrupt may have lost one
+            collectives.wait_for_interrupted(
+                self.shard.shard_group.group
+            )  # an interrupt may have lost one
         if streams is not None:
             torch.accelerator.current_stream().wait_stream(streams.unshard_stream)
         self._gather = self._part = None
@@ -391,7 +398,7 @@ class FullValues:
 
 def _watch_writes(full: FullValues) -> None:
     # Weak: a parameter, which leads to the guard, may outlive its module.
-    full.shard.guard.at_next_write(partial(_note_write, weakref.ref(full)))
+    full.shard.guard.at_next_write("full values", partial(_note_write, weakref.ref(full)))
 
 
 def _note_write(full_ref: weakref.ref[FullValues]) -> None:

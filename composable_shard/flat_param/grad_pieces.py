@@ -85,7 +85,7 @@ def wrap_all(
     return shards
 
 
-def set_gradients(
+def add_gradients(
     entries: Sequence[ParamEntry],
     shards: Sequence[FlatShard | None],
     used: Sequence[bool],

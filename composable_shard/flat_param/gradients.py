@@ -8,11 +8,7 @@ from operator import add, or_
 import torch
 from torch import Tensor, is_grad_enabled, mul
 
-from composable_shard.comm import (
-    ShardGroup,
-    Streams,
-    trace,
-)
+from composable_shard.comm import ShardGroup, Streams, trace
 from composable_shard.flat_param.entries import zero_gaps
 from composable_shard.flat_param.full_values import (
     CURRENT,
@@ -25,13 +21,13 @@ from composable_shard.flat_param.grad_pieces import (
     GradPieces,
     OwnBuffer,
     Packing,
+    add_gradients,
     check_has_place,
     copy_arrived,
     local_gradient,
     move_shard,
     note_used,
     packing_scale,
-    set_gradients,
     wrap_all,
     write_gradient,
 )
@@ -392,6 +388,8 @@ class FlatGradients:
         """
         if self.reduction.output is None:
             return
+        # Free the buffers after the wait, which ends the reads of them, but also if it fails: the
+        # reduction has given up its output by then, so no later `finish` would come this far.
         try:
             output = self.reduction.finish()
         finally:
@@ -434,7 +432,7 @@ class FlatGradients:
         if pieces is None and reduced is not None:
             pieces = self.pieces.split(reduced)
         if pieces is not None:
-            set_gradients(at_rest, wrap_all(pieces, at_rest), used)
+            add_gradients(at_rest, wrap_all(pieces, at_rest), used)
         if self.has_graph:
             self.has_graph = False
             refuse_graphs([each.sharded for each in at_rest], used)

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from composable_shard.comm import ShardGroup, Streams, note_setting
+from composable_shard.comm import ShardGroup, Streams, enter_setting
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
 from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
 from composable_shard.flat_param.hidden import set_requires_grad
 from composable_shard.flat_param.initial_values import InitialValues
-from composable_shard.flat_param.memory import MemoryPlan, Precision
+from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.param_classes import copy_unsharded
+from composable_shard.flat_param.precision import Precision
 from composable_shard.flat_param.shown import (
     SHARDED,
     ShownParams,
@@ -29,6 +30,7 @@ from composable_shard.flat_param.shown import (
     trainable_flags,
 )
 from composable_shard.flat_param.storage import alloc_storage, free_storage
+from composable_shard.flat_param.user_hooks import adopt_hooks
 from composable_shard.layout import FlatLayout
 from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy, UnitSettings
 from composable_shard.tensor import (
@@ -40,10 +42,7 @@ from composable_shard.tensor import (
     WriteGuard,
     step_hooks,
 )
-from composable_shard.torch_private import (
-    version_of,
-    will_run_node,
-)
+from composable_shard.torch_private import version_of, will_run_node
 
 GradientHook = Callable[["FlatParamHandle", int], None]
 
@@ -135,7 +134,6 @@ class FlatParamHandle:
         self.shown = ShownParams(self.entries, flat, self.guard, shows_flat=shows_flat)
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
         self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
-        self.grads.reduction.settings = self.settings
         self.initial = InitialValues(self.guard)
         step_hooks.keep_for(self, has_owned=self.has_owned)
         self.is_attached = False
@@ -247,6 +245,7 @@ class FlatParamHandle:
             sharded, used = flat
             flat = FlatEntry(sharded, sharded._shard_spec, shard_view=sharded._local, used=used)
         self._reset(flat, shows_flat=shows_flat)
+        self.take_settings(self.settings)
         self.shown.set_flat_slot(flat_slot)
         with torch.inference_mode(False), torch.no_grad():
             self.take_slices()
@@ -325,9 +324,9 @@ class FlatParamHandle:
             self._adopt_shown_flags("while its full values were shown")
         if self.guard.has_new_attributes and self.is_attached:
             self._adopt_requires_grad()
-            self.shown.adopt_hooks()
+            adopt_hooks(self.shown)
             # A backward keeps buffers whose parameters were frozen: the next forward frees them.
-            self.guard.note_attributes(self.guard.is_backward_running)
+            self.guard.set_new_attributes(self.guard.is_backward_running)
 
     def _adopt_shown_flags(self, where: str) -> None:
         changed = self.full.params.changed_flags()
@@ -344,7 +343,7 @@ class FlatParamHandle:
         is_trainable = any(flags)
         if shown.agreed_flags is not None and flags != shown.agreed_flags:
             groups = self.shard_group.group, *self.shard_group.joint_groups
-            note_setting(f"requires_grad of unit '{self.name}' set to {flags}", groups)
+            enter_setting(f"requires_grad of unit '{self.name}' set to {flags}", groups)
             shown.note_agreement()
         for entry, flag in zip(self.entries, flags, strict=True):
             set_requires_grad(entry.sharded, flag)
@@ -373,7 +372,7 @@ class FlatParamHandle:
             self.take_slices(self.full)  # each old slice is freed as its parameter leaves it
             if self.on_gradient is not None:
                 self._build_unsharded_params()
-        self.guard.note_attributes(True)
+        self.guard.set_new_attributes(True)
         self.is_attached = self.on_gradient is not None  # last, as in `attach`
 
     def take_slices(self, before: FullValues | None = None) -> None:

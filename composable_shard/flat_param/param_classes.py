@@ -61,6 +61,8 @@ class Aliases:
         entry = shown.flat if position == ALL else handle.entries[position]
         holder = shown.flat if shown.shows_flat else entry
         grad = holder.sharded.grad
+        # One `.grad` may be that of other parameters alone. The waiting ones are asked first: where
+        # this parameter has one, the flat `.grad` is its too, though nothing was reduced yet.
         if grad is not None and holder is not entry and not handle.grads.used[position]:
             is_others = any(holder.used) and not holder.used[position]
             grad = None if is_others or reduced_gradient(holder.sharded) is None else grad

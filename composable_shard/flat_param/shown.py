@@ -18,15 +18,9 @@ from torch import Tensor, nn
 
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.flat_param.hidden import hide, hide_flat, set_requires_grad, unhide
-from composable_shard.flat_param.kept_params import stand_for, stand_for_itself
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.slots import FlatSlot
 from composable_shard.tensor import WriteGuard
-from composable_shard.torch_private import (
-    DisableTorchFunctionSubclass,
-    post_accumulate_hooks_of,
-    pre_accumulate_hooks_of,
-)
 
 
 class Shown(Enum):
@@ -188,15 +182,15 @@ class ShownParams:
     def show_again(self) -> None:
         """Make the modules show the parameters of `state`, after others were shown."""
         if self.state is UNSHARDED_FLAT and self.flat is not None:
-            self._show(None, self.flat.unsharded)
+            self.show(None, self.flat.unsharded)
             return
-        self._show(None, None)
+        self.show(None, None)
         for container, key, at_rest, unsharded in self._slots:
             container[key] = unsharded if self.state is UNSHARDED else at_rest
         if self.state is UNSHARDED or not self.shows_flat:
             self._hide(False)
 
-    def _show(self, originals: Sequence[Tensor] | None, flat: Tensor | None) -> None:
+    def show(self, originals: Sequence[Tensor] | None, flat: Tensor | None) -> None:
         """Make the modules show these parameters: one for each entry, or none of them."""
         for index, entry in enumerate(self.entries):
             for container, key, place in entry.slots:
@@ -217,6 +211,9 @@ class ShownParams:
 
     def check_registered(self) -> None:
         """Check that the modules still show our parameters."""
+        # Only where the modules show what `_slots` says. Scopes and the flat parameter of full
+        # values stand in other places; after an interrupt, CHANGING is some of each, and no user
+        # is to blame for that.
         is_unsharded = self.state is UNSHARDED
         if not is_unsharded and self.state is not SHARDED:
             return
@@ -225,92 +222,27 @@ class ShownParams:
                 found = container[key]
             except KeyError:
                 raise RuntimeError(
-                    f"parameter '{self._label_at(container, key)}' is gone from its module, as "
+                    f"parameter '{self.label_at(container, key)}' is gone from its module, as "
                     "after register_parametrization. Parametrize, prune or delete parameters "
                     "before fully_shard."
                 ) from None
             if found is not (unsharded if is_unsharded else at_rest):
                 is_same = at_rest is None or getattr(found, "shape", None) == at_rest.shape
                 raise RuntimeError(
-                    f"parameter '{self._label_at(container, key)}' was replaced by another object "
-                    f"({_describe(found)}) after fully_shard, as by assignment, "
+                    f"parameter '{self.label_at(container, key)}' was replaced by another object "
+                    f"({describe_object(found)}) after fully_shard, as by assignment, "
                     "functional_call or load_state_dict(assign=True). "
                     f"Its new value would be ignored. {_WRITE if is_same else _RESIZE}"
                 )
 
-    def _label_at(self, container: Any, key: Any) -> object:
+    def label_at(self, container: Any, key: Any) -> object:
         """Return the name of the parameter that is shown in a slot."""
         for entry in self.entries:
             if any(container is other and key == name for other, name, _ in entry.slots):
                 return entry.label if len(entry.slots) == 1 else f"{entry.label}, or one tied to it"
         return key if self.flat is None else self.flat.label
 
-    # Scopes
-
-    def enter_scope(self, full: ScopeParams | None) -> None:
-        """Show the parameters of an `unshard_params` scope; None for the sharded originals."""
-        if full is None:
-            self.unhide_all()
-        shown = [entry.sharded for entry in self.entries] if full is None else full.params
-        self.scope = Scope(shown, full, self.state, [])
-        self.guard.set_in_scope(True)
-        for entry, param in zip(self.entries, shown, strict=True):
-            stand_for(entry.unsharded, param)
-        if self.flat is not None and self.flat.unsharded is not None:
-            stand_for(self.flat.unsharded, None)  # made when it is needed
-        self.show_in_scope(shown, None)
-
-    def show_in_scope(self, originals: Sequence[Tensor] | None, flat: Tensor | None) -> None:
-        """Show these parameters, and expect them to stay until the scope's end."""
-        assert self.scope is not None
-        self._show(originals, flat)
-        self.state = SCOPE_FLAT if originals is None else SCOPE
-        slots = [
-            (container, key, container[key])
-            for entry in self.entries
-            for container, key, _ in entry.slots
-        ]
-        if flat is not None:
-            slots.append((self.flat_slot.take(), self.flat_slot.name, flat))
-        self.scope.slots = slots
-
-    def show_scope_params(self) -> None:
-        """Show the originals again, for a forward, where the scope shows the flat parameter."""
-        if self.scope is not None and self.state is SCOPE_FLAT:
-            self.show_in_scope(self.scope.params, None)
-
-    def check_scope(self) -> None:
-        """Check that the modules still show the parameters of the scope."""
-        for container, key, shown in () if self.scope is None else self.scope.slots:
-            try:
-                found = container[key]
-            except KeyError:
-                found = None
-            except RuntimeError:
-                continue  # its module was deleted, as by replacing it in its parent
-            if found is not shown:
-                raise RuntimeError(
-                    f"parameter '{self._label_at(container, key)}' was replaced by another object "
-                    f"({_describe(found)}) inside unshard_params. Its value was not written back, "
-                    "nor was any other. Write into the existing parameter instead, for example "
-                    "`param.copy_(value)` under torch.no_grad()."
-                )
-
-    def leave_scope(self) -> None:
-        """Show again what was shown before the scope; no-op outside of one."""
-        if self.scope is None:
-            return
-        self.guard.set_in_scope(False)
-        for entry in self.entries if self.flat is None else [*self.entries, self.flat]:
-            stand_for_itself(entry.unsharded, entry.sharded)
-        self.state = self.scope.before
-        self.hide_unshown()
-        self.show_again()
-        if not self.shows_flat:
-            self.flat_slot.remove()
-        self.scope = None  # last: whoever finds it after an interrupt repeats the rest
-
-    # Gradients of hidden parameters, and hooks
+    # Gradients of hidden parameters
 
     def unhide_all(self) -> None:
         """Allow gradients on all sharded parameters, in both forms."""
@@ -327,41 +259,6 @@ class ShownParams:
                 hide(entry.sharded)
         elif self.flat is not None:
             hide_flat(self.flat.sharded)
-
-    def adopt_hooks(self) -> None:
-        """Make backward run the hooks that users put on parameters with `register_hook`."""
-        if self.flat is not None and pre_accumulate_hooks_of(self.flat.sharded):
-            raise RuntimeError(
-                f"the hooks on '{self.flat.label}' (register_hook) would never run: autograd "
-                "computes the gradients of the original parameters. Remove them, and use "
-                "register_post_accumulate_grad_hook, which sees the reduced gradient, or register "
-                "them on the original parameters after register_orig_params(module)."
-            )
-        for entry in self.entries:
-            if pre_accumulate_hooks_of(entry.sharded) and not entry.runs_hooks:
-                _connect_hooks(entry)
-
-    @property
-    def has_gradient_hooks(self) -> bool:
-        """Whether `run_gradient_hooks` has any to run."""
-        return bool(_with_hooks(self.at_rest))
-
-    def run_gradient_hooks(self) -> None:
-        """Run the hooks that users put on the sharded parameters with
-        `register_post_accumulate_grad_hook`, once, with the final gradient.
-        """
-        entries = _with_hooks(self.at_rest)
-        if not entries:
-            self.guard.note_no_hooks()
-        for entry in entries:
-            if entry.sharded.grad is not None:
-                for hook in list((post_accumulate_hooks_of(entry.sharded) or {}).values()):
-                    hook(entry.sharded)
-
-
-def _with_hooks(entries: Sequence[ParamEntry]) -> list[ParamEntry]:
-    with DisableTorchFunctionSubclass():  # [Note: Many getters]
-        return [each for each in entries if post_accumulate_hooks_of(each.sharded)]
 
 
 def trainable_flags(shown: ShownParams) -> list[bool]:
@@ -390,26 +287,8 @@ def take_flags(shown: ShownParams, flags: Sequence[bool]) -> None:
             set_requires_grad(each.sharded, flag)
 
 
-def _connect_hooks(entry: ParamEntry) -> None:
-    if entry.unsharded is None or not entry.unsharded.requires_grad:
-        return
-    # Weak, because a user's hook may refer to anything. Not to the parameter itself: `Module.to`
-    # can't swap parameters with weak references.
-    entry_ref = weakref.ref(entry)
-
-    def run_hooks(gradient: Tensor) -> Tensor:
-        entry = entry_ref()
-        hooks = None if entry is None else pre_accumulate_hooks_of(entry.sharded)
-        for hook in list((hooks or {}).values()):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        return gradient
-
-    entry.unsharded.register_hook(run_hooks)
-    entry.runs_hooks = True
-
-
-def _describe(found: object) -> str:
+def describe_object(found: object) -> str:
+    """Return what stands in the place of a parameter, for messages."""
     if isinstance(found, Tensor):
         return f"{type(found).__name__}{tuple(found.shape)}"
     return repr(found)

@@ -12,6 +12,7 @@ from composable_shard.flat_param import (
     forget_pending,
     needs_reduction,
     pending_values,
+    run_gradient_hooks,
     settle_pending,
     settled,
 )
@@ -84,7 +85,7 @@ def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None
             handle.grads.drop()
         raise
     for handle in due:
-        handle.shown.run_gradient_hooks()
+        run_gradient_hooks(handle.shown)
 
 
 def _reduce_all(handles: list[tuple[ShardState, FlatParamHandle]]) -> list[FlatParamHandle]:

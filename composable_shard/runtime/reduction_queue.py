@@ -60,7 +60,7 @@ from enum import Enum, auto
 from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import FlagReduction, Proposal, trace
-from composable_shard.flat_param import FlatParamHandle, needs_reduction
+from composable_shard.flat_param import FlatParamHandle, needs_reduction, run_gradient_hooks
 from composable_shard.runtime.gathers import release_after_backward
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.torch_private import current_backward_id, will_run_node
@@ -367,6 +367,9 @@ class ReductionQueue:
 
         One all-reduce for each process group: a byte for each parameter, and one more.
         """
+        # Before any return: all ranks count here how many units have ended. The rest is packed
+        # before `used` is read. Flags are entered in the context before they are waited for: an
+        # interrupt leaves them to `return_to_idle`.
         self.collect()
         state, handle = item.state, item.handle
         if not handle.shown.has_early_hooks or item.stage in EARLY:
@@ -442,7 +445,7 @@ class ReductionQueue:
             trace.record("gradient_hooks", handle.name)
         try:
             if handle.guard.may_have_hooks:
-                handle.shown.run_gradient_hooks()
+                run_gradient_hooks(handle.shown)
         except BaseException as error:
             # Raise it at the end, because the other ranks wait for this rank's collectives.
             self.hook_error = error

@@ -164,7 +164,7 @@ def test_sends_are_posted_before_receives() -> None:
     """Posted first, receives would wake the other rank for each (`communication even`)."""
     group = Mock()
     order = GroupOrder()
-    order.note(0)
+    order.enter(0)
     exchange([(1, torch.ones(2)), (2, torch.ones(2))], [(1, torch.ones(2))], group, order).wait()
     posted = [name for name, *_ in group.mock_calls if name in ("send", "recv")]
     assert posted == ["send", "send", "recv"]

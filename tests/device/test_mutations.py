@@ -24,6 +24,7 @@ MODULES = (
     "flat_param.gradients",
     "flat_param.host_gradient",
     "flat_param.grad_pieces",
+    "flat_param.extended_gathers",
     "flat_param.memory",
     "optim.clipping",
     "optim.grad_scaler",

@@ -18,6 +18,7 @@ from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.scope_params import ScopeParams
+from composable_shard.flat_param.scopes import enter_scope, leave_scope
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.slots import FlatSlot, ModuleItems, find_slots
 from composable_shard.layout import FlatLayout
@@ -237,13 +238,13 @@ def test_modules_show_one_form_after_another() -> None:
     shown.check_registered()
     scope = ScopeParams(shown.entries, full.shard.layout, torch.zeros(full.buffer.shape))
     others = scope.params
-    shown.enter_scope(scope)
+    enter_scope(shown, scope)
     assert module.weight is others[0]
     assert shown.state is Shown.SCOPE
     assert shown.is_unsharded  # beneath the scope
     shown.show_sharded()
     assert module.weight is others[0]
-    shown.leave_scope()
+    leave_scope(shown)
     assert module.weight is weight.unsharded
     shown.show_sharded()
     assert module.weight is weight.sharded
