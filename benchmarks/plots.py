@@ -32,14 +32,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import device_overlap, malloc_counter, memory, peers
-from benchmarks.formulas import Sizes
+from benchmarks import malloc_counter, peers
+from benchmarks.communication import overlap as device_overlap
+from benchmarks.memory import step as memory
+from benchmarks.memory.formulas import Sizes
 from benchmarks.ranks import run_ranks
 from composable_shard import FlatShard, ShardingStrategy, estimate, fully_shard
 from composable_shard.layout import FlatLayout, balance

@@ -16,7 +16,6 @@ import gc
 import importlib
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
@@ -24,8 +23,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist

@@ -38,6 +38,9 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 INDEX = ROOT / "docs" / "index.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTES = sorted(
+    path for name in ("benchmarks", "tests", "findings") for path in (ROOT / name).rglob("*.md")
+)
 COMMANDS = ("make", "python", "pytest", "torchrun", "pip")
 
 
@@ -477,10 +480,10 @@ def _anchors(page: Path) -> set[str]:
 
 def _links(page: Path) -> list[str]:
     prose = re.sub(r"`[^`\n]*`", "", _FENCED.sub("", page.read_text()))
-    return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in link]
+    return [link for link in re.findall(r"\]\(([^()\s]+)\)", prose) if "://" not in link]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     """Files and headings that a page links to exist."""
     for link in _links(page):

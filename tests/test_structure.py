@@ -191,7 +191,7 @@ def test_index_of_benchmarks_names_each() -> None:
     """And nothing else."""
     folder = TESTS.parent / "benchmarks"
     text = (folder / "README.md").read_text()
-    found = {path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py")}
-    names = {".".join(path.parts) for path in found if path.name != "__init__"}
-    words = {word for word in re.findall(r"`([a-z_.]+)`", text) if not word.endswith(".py")}
-    assert names == words - {"results"}
+    names = {path.stem for path in folder.rglob("*.py")} - {"__init__", "__main__"}
+    names |= {path.parent.name for path in folder.glob("*/__main__.py")}
+    words = {word for word in re.findall(r"`([a-z_]+)`", text)}
+    assert names == words

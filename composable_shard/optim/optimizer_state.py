@@ -93,7 +93,7 @@ def made_state(optimizer: Optimizer) -> Iterator[None]:
         for content in contents:
             plain = {k: v for k, v in content.items() if k != "state" and _is_plain(v)}
             content.update({name: _copied(value) for name, value in plain.items()})
-        optimizer.state.update(copy.deepcopy(state))
+        optimizer.state.update({key: copy.deepcopy(value) for key, value in state.items()})
         _step_on_zeros(optimizer, params, is_torchs=is_torchs)
         _restore(contents, before)
         if is_torchs:

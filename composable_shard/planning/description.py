@@ -162,8 +162,9 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
         describe(model, optimizer).warnings
 
     It warns of a unit that holds most of the model, of units so small that a gather costs more
-    than it frees, of trainable parameters that the optimizer does not step, and of state that the
-    optimizer has and no save can hold: take one step before. Then it also says what a step gathers.
+    than it frees, of trainable parameters that the optimizer does not step, and of state that no
+    save can hold. Before the first step it tries one on small plain parameters in place of the
+    model's, and says so where that fails. After a step it also says what a step gathers.
 
     Args:
         module: The model, or a part of it with units inside.

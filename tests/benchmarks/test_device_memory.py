@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from benchmarks import device_memory
-from benchmarks.device_memory import PEERS, PRECISIONS, deviations, measure, sizes_of, train
+from benchmarks.memory import device as device_memory
+from benchmarks.memory.device import PEERS, PRECISIONS, deviations, measure, sizes_of, train
 from tests.device.running import on_device
 
 _MODEL = "slim"

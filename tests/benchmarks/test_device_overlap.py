@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.device_overlap import CASES, Durations, bound_us, run_case
+from benchmarks.communication.overlap import CASES, Durations, bound_us, run_case
 from tests.device.running import on_device
 
 _TABLE = (Durations(100, 60, 60), Durations(100, 100, 100), Durations(100, 200, 200))

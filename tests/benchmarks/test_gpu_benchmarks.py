@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import gpu_graph, gpu_step_time
+from benchmarks.step_time import gpu as gpu_step_time
+from benchmarks.step_time import gpu_graph
 from tests.common.gpu_steps import overlap
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plots
-from benchmarks.formulas import Sizes
+from benchmarks.memory.formulas import Sizes
 from benchmarks.plots import Bar
 from tests.common.models import make_llama
 

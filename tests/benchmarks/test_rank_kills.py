@@ -1,7 +1,7 @@
 """Real kills: the other ranks say which one is gone, and a restarted run has the same losses.
 
-`python -m benchmarks.drills.rank_kills` kills at every place of a step under every strategy, and
-with `--random 30` under torchrun; `python -m benchmarks.drills.cut_link` takes the network away.
+`python -m benchmarks.drills rank_kills` kills at every place of a step under every strategy, and
+with `--random 30` under torchrun; `python -m benchmarks.drills cut_link` takes the network away.
 """
 
 from __future__ import annotations

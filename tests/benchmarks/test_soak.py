@@ -1,6 +1,6 @@
 """Nothing grows: what a process holds after 16 steps of all kinds is what it held before.
 
-`python -m benchmarks.drills.soak` does 2,500 steps with every strategy, and counts resident memory
+`python -m benchmarks.drills soak` does 2,500 steps with every strategy, and counts resident memory
 too.
 """
 

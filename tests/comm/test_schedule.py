@@ -161,7 +161,7 @@ def test_forward_gathers_the_next_unit_before_the_current_one_computes() -> None
 
 
 def test_sends_are_posted_before_receives() -> None:
-    """Posted first, receives would wake the other rank for each: benchmarks/wire.py."""
+    """Posted first, receives would wake the other rank for each (`communication even`)."""
     group = Mock()
     order = GroupOrder()
     order.enter(0)

@@ -100,7 +100,7 @@ def test_the_peak_of_backward_is_below_that_of_fsdp2() -> None:
     """Gradients take the parameters' place, so no second buffer is held.
 
     The profiler sees FSDP2's peak with an error of half a unit, as gloo's threads free late;
-    `benchmarks/memory.py` counts every malloc and shows the whole difference.
+    `benchmarks/memory/step.py` counts every malloc and shows the whole difference.
     """
     ours, theirs = (
         _peak_of_warm_backward(_shard_frugally),
