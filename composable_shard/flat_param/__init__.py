@@ -38,10 +38,20 @@ from composable_shard.flat_param.pending_gradients import (
     mark_pending,
     needs_reduction,
     pending_values,
-    settle_pending,
-    settled,
+    unmark_pending,
+    unmarked,
 )
 from composable_shard.flat_param.precision import Precision
+from composable_shard.flat_param.readers import (
+    FORWARD,
+    GRAPH,
+    HELD,
+    HIDDEN_ALIAS,
+    KEEP_MEMORY,
+    LATE_GRAPH,
+    NESTED,
+    RESHARD,
+)
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.scopes import (
     check_scope,
@@ -61,6 +71,6 @@ from composable_shard.flat_param.slots import (
     find_slots,
     slot_key,
 )
-from composable_shard.flat_param.swapping import give_back, take_place
+from composable_shard.flat_param.swapping import give_back, swap_keeping_hooks
 from composable_shard.flat_param.unsharded_params import LOCKED
 from composable_shard.flat_param.user_hooks import has_gradient_hooks, run_gradient_hooks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.flat_param.slots import ModuleItems, Slot
-from composable_shard.flat_param.swapping import take_place
+from composable_shard.flat_param.swapping import swap_keeping_hooks
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
     FlatShard,
@@ -108,7 +108,7 @@ class ParamEntry:
 
         `.grad`, which must be None, stays the caller's.
         """
-        take_place(original, self.sharded)
+        swap_keeping_hooks(original, self.sharded)
         self.sharded = original  # type: ignore[assignment]
         if self.shard_view is None or original.dtype != self.shard_view.dtype:
             raise RuntimeError(
@@ -134,7 +134,7 @@ class ParamEntry:
         shown_class = FlatShardOfDTensor if isinstance(param, FlatShardOfDTensor) else FlatShard
         old_class, flag = type(param), param.requires_grad
         shard = shown_class(cast(Tensor, self.shard_view), self.spec, guard=guard)
-        take_place(cast(nn.Parameter, param), nn.Parameter(shard, flag))
+        swap_keeping_hooks(cast(nn.Parameter, param), nn.Parameter(shard, flag))
         param.__class__ = old_class
 
 

@@ -35,6 +35,7 @@ from composable_shard.comm import SmallGroup, Streams, Then, Waitable, collectiv
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.full_values import FREED, FullState, FullValues
 from composable_shard.flat_param.local_shard import LocalShard
+from composable_shard.flat_param.readers import Readers
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.unsharded_params import LOCKED, UnshardedParams
 from composable_shard.layout import round_up
@@ -191,8 +192,8 @@ class ExtendedParams(UnshardedParams):
 
     _whole: Tensor
 
-    def __init__(self, codec: Codec) -> None:
-        super().__init__(codec.buffer, codec.shard.layout)
+    def __init__(self, codec: Codec, readers: Readers) -> None:
+        super().__init__(codec.buffer, codec.shard.layout, readers)
         self.codec = codec
 
     def build(self, entries: Sequence[ParamEntry]) -> None:
@@ -238,7 +239,7 @@ class ExtendedValues(FullValues):
     def __init__(self, codec: Codec, *, is_kept: bool) -> None:
         buffer = codec.buffer
         super().__init__(codec.shard, buffer, codec.output, buffer, is_kept=is_kept)
-        self.params = ExtendedParams(codec)
+        self.params = ExtendedParams(codec, self.readers)
 
     def set_small_group(self, group: SmallGroup | None) -> None:
         """Ignore a small group: its gathers would need another encoding."""

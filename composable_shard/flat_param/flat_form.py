@@ -11,7 +11,7 @@ from composable_shard.flat_param.entries import FlatEntry
 from composable_shard.flat_param.gradients_at_rest import gradient_shard, has_gradients
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.param_classes import ALL, UnshardedParameter
-from composable_shard.flat_param.pending_gradients import settled
+from composable_shard.flat_param.pending_gradients import unmarked
 from composable_shard.flat_param.user_hooks import adopt_hooks
 from composable_shard.tensor import FlatShard, ShardSpec, flat_spec, wrap
 from composable_shard.torch_private import post_accumulate_hooks_of
@@ -91,7 +91,7 @@ def show_flat(handle: FlatParamHandle) -> None:
         shown.flat_slot.keep_reachable(flat.sharded)
         shown.unhide_all()
         flat.sharded.requires_grad = handle.entries[0].sharded.requires_grad
-        with torch.no_grad(), settled(handle):
+        with torch.no_grad(), unmarked(handle):
             _move_gradients_to_flat(handle, flat)
             shown.set_flat(flat, shows_flat=True)
         shown.hide_unshown()
@@ -113,7 +113,7 @@ def show_originals(handle: FlatParamHandle) -> None:
     shown.unhide_all()
     for entry in handle.entries:
         entry.sharded.requires_grad = flat.sharded.requires_grad
-    with torch.no_grad(), settled(handle):
+    with torch.no_grad(), unmarked(handle):
         _move_gradients_to_originals(handle, flat)
         shown.set_flat(flat, shows_flat=False)
     shown.hide_unshown()

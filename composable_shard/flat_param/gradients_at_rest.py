@@ -9,14 +9,14 @@ from torch import Tensor
 
 from composable_shard.flat_param.grad_pieces import (
     add_gradients,
+    add_used,
     checked_gradient,
     local_gradient,
-    note_used,
     wrap_all,
 )
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.param_classes import ALL
-from composable_shard.flat_param.pending_gradients import drop_waiting, settled
+from composable_shard.flat_param.pending_gradients import drop_waiting, unmarked
 from composable_shard.tensor import FlatShard, own_gradient, reduced_gradient, set_gradient, wrap
 
 
@@ -27,7 +27,7 @@ def drop_gradient(handle: FlatParamHandle, index: int) -> None:
         handle.entries[index].sharded.grad = None
         return
     indices = range(len(handle.entries)) if index == ALL else [index]
-    with torch.inference_mode(False), torch.no_grad(), settled(handle):
+    with torch.inference_mode(False), torch.no_grad(), unmarked(handle):
         drop_waiting(handle, indices)
         grad, used = flat.sharded.grad, has_gradients(handle)
         for each in indices:
@@ -90,5 +90,5 @@ def write_unsharded_gradients(handle: FlatParamHandle) -> None:
             piece = entry.spec.slice(local_gradient(gradient, entry.spec))
             entry.slice_of(whole).copy_(piece)
     if handle.shown.shows_flat and flat is not None:
-        used = note_used(flat, used)
+        used = add_used(flat, used)
     add_gradients(at_rest, wrap_all([each.slice_of(whole) for each in at_rest], at_rest), used)

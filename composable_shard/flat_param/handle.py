@@ -15,18 +15,19 @@ from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import ShardGroup, Streams, enter_setting
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
-from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, FullValues
+from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, HOLDS_TERMS, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
 from composable_shard.flat_param.hidden import set_requires_grad
 from composable_shard.flat_param.initial_values import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.param_classes import copy_unsharded
 from composable_shard.flat_param.precision import Precision
+from composable_shard.flat_param.readers import HIDDEN_ALIAS
 from composable_shard.flat_param.shown import (
     SHARDED,
     ShownParams,
     check_flags,
-    take_flags,
+    set_trainable_flags,
     trainable_flags,
 )
 from composable_shard.flat_param.storage import alloc_storage, free_storage
@@ -248,7 +249,7 @@ class FlatParamHandle:
         self.take_settings(self.settings)
         self.shown.set_flat_slot(flat_slot)
         with torch.inference_mode(False), torch.no_grad():
-            self.take_slices()
+            self.rebuild_shard()
         self.full.label = self.grads.reduction.label = self.label
         self.full.set_small_group(small_group)
 
@@ -336,7 +337,7 @@ class FlatParamHandle:
             flags = [changed.get(index, flag) for index, flag in enumerate(at_rest)]
             check_flags(self.shown, flags, self.name, where)
             self.full.params.set_flags(flags)
-            take_flags(self.shown, flags)
+            set_trainable_flags(self.shown, flags)
 
     def _adopt_requires_grad(self) -> None:
         shown, flags = self.shown, trainable_flags(self.shown)
@@ -344,7 +345,7 @@ class FlatParamHandle:
         if shown.agreed_flags is not None and flags != shown.agreed_flags:
             groups = self.shard_group.group, *self.shard_group.joint_groups
             enter_setting(f"requires_grad of unit '{self.name}' set to {flags}", groups)
-            shown.note_agreement()
+            shown.remember_agreed_flags()
         for entry, flag in zip(self.entries, flags, strict=True):
             set_requires_grad(entry.sharded, flag)
         if not shown.shows_flat and shown.flat is not None:
@@ -369,13 +370,13 @@ class FlatParamHandle:
         self.initial.forget()
         self.is_attached = False
         with torch.inference_mode(False), torch.no_grad():
-            self.take_slices(self.full)  # each old slice is freed as its parameter leaves it
+            self.rebuild_shard(self.full)  # each old slice is freed as its parameter leaves it
             if self.on_gradient is not None:
                 self._build_unsharded_params()
         self.guard.set_new_attributes(True)
         self.is_attached = self.on_gradient is not None  # last, as in `attach`
 
-    def take_slices(self, before: FullValues | None = None) -> None:
+    def rebuild_shard(self, before: FullValues | None = None) -> None:
         """Copy the parameters shown at rest into a new flat shard; all become views of it.
 
         The new full values replace those `before`.
@@ -412,7 +413,7 @@ class FlatParamHandle:
             return  # `full.is_current`, inlined for most calls
         if full.is_whole or self.shown.scope is not None:
             return
-        if full.state is HOLDS_GRADIENTS:
+        if full.state is HOLDS_GRADIENTS or full.state is HOLDS_TERMS:
             # Another use in this backward needs the values while their storage serves a reduction.
             self.grads.finish()
             self.grads.move_out()
@@ -432,7 +433,7 @@ class FlatParamHandle:
                         return True
         return False
 
-    def take_back(self, where: str, *, keeps: bool = False) -> bool:
+    def adopt_shown_changes(self, where: str, *, keeps: bool = False) -> bool:
         """Adopt or report changes of the full parameters, which modules stop showing.
 
         `requires_grad_()` takes effect now, and edits that will be lost cause a warning. Returns
@@ -453,7 +454,8 @@ class FlatParamHandle:
         if params.is_locked:
             return False  # users could not edit them, or gradients overwrote them
         is_edited = [*map(version_of, params.watched)] != params.versions
-        if not (is_edited or params.aliases.are_hidden) or not params.edited(params.versions):
+        is_edited = is_edited or bool(params.readers.bits & HIDDEN_ALIAS)
+        if not is_edited or not params.edited(params.versions):
             return False
         if keeps and self.full.can_write_back:
             return self.full.keep_edits()

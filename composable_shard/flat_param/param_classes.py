@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable_shard.flat_param.readers import HIDDEN_ALIAS, Readers
 from composable_shard.tensor import (
     FlatShard,
     HiddenGradient,
@@ -41,13 +42,13 @@ def _no_handle() -> None:
 class Aliases:
     """Notes that the parameters of one flat parameter share."""
 
-    __slots__ = ("are_hidden", "handle", "has_new_flags", "left", "overwritten")
+    __slots__ = ("handle", "has_new_flags", "left", "overwritten", "readers")
 
-    def __init__(self) -> None:
+    def __init__(self, readers: Readers | None = None) -> None:
+        self.readers = readers or Readers()
         self.handle: Callable[[], Any] = _no_handle  # until gradients are hooked
         # Positions whose gradient the user set; whether there was one at rest, which it replaces.
         self.left: dict[int, bool] = {}
-        self.are_hidden = False  # an alias was taken that autograd can't see
         self.has_new_flags = False  # `requires_grad` of a parameter was set
         # By position: the gradient has overwritten the value; None: no value can be overwritten.
         self.overwritten: Sequence[bool] | None = None
@@ -103,12 +104,12 @@ class Aliases:
 
     def check_can_copy(self, param: Any) -> None:
         """Check that the value of a parameter is there, for a copy that shares no memory."""
-        are_hidden = self.are_hidden
-        self.note_hidden(param)
-        self.are_hidden = are_hidden
+        bits = self.readers.bits
+        self.enter_hidden_alias(param)
+        self.readers.bits = bits
 
-    def note_hidden(self, param: UnshardedParameter) -> None:
-        """Note that an alias of a parameter is taken; raise if its value is not there."""
+    def enter_hidden_alias(self, param: UnshardedParameter) -> None:
+        """Enter whoever takes an alias of a parameter; raise if its value is not there."""
         handle = self.handle()
         full = None if handle is None or handle.shown.is_unsharded else handle.full
         if full is not None and not full.is_whole and not (full.has_values and full.is_current):
@@ -117,7 +118,7 @@ class Aliases:
                 "unit has freed it, or parameters were written since. Clone in the forward what "
                 "you want to keep, or read the module's own parameter: p.full_tensor()."
             )
-        self.are_hidden = True
+        self.readers.add(HIDDEN_ALIAS)
         if self.overwritten is not None and self.overwritten[param.shard_position]:
             raise RuntimeError(
                 f"the value of parameter '{param.shard_label}' was asked for in a backward in "
@@ -170,7 +171,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
                 "freed after the forward. Compute with the parameter itself, or make one of a "
                 "copy: nn.Parameter(weight.detach().clone())."
             )
-        self.shard_aliases.note_hidden(self)
+        self.shard_aliases.enter_hidden_alias(self)
         return super().detach()
 
     @property
@@ -214,7 +215,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return an array, as any tensor does; from then on gradients overwrite no values."""
-        self.shard_aliases.note_hidden(self)
+        self.shard_aliases.enter_hidden_alias(self)
         return super().numpy(force=force)
 
     @property
@@ -222,7 +223,7 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         """A detached alias with a version counter of its own, as any tensor's is."""
         if any(running("torch._functorch._aot_autograd.runtime_wrappers", "__torch_dispatch__")):
             return super().data  # the compiler checks its class, around the first run of a graph
-        self.shard_aliases.note_hidden(self)
+        self.shard_aliases.enter_hidden_alias(self)
         alias = self.shard_alias
         if alias is None:
             alias = self.shard_alias = super().data

@@ -1,6 +1,6 @@
 """Gradients that wait for a reduction between two backwards, and what users see of them.
 
-[Note: Pending gradients] says what that is. A backward begins with `settle_pending`, which drops
+[Note: Pending gradients] says what that is. A backward begins with `unmark_pending`, which drops
 gradients set to None since, and ends with `mark_pending`.
 """
 
@@ -49,7 +49,7 @@ def keep_left_gradients(handle: FlatParamHandle) -> None:
     left = [index for index, each in params if each is not None and own_gradient(each) is not None]
     if grads.packing is not None and (left or (True in grads.arrived and not grads.is_unsynced)):
         with torch.inference_mode(False), torch.no_grad():
-            settle_pending(handle)
+            unmark_pending(handle)
             for index in left:
                 grads.pack(index, may_overwrite=False)
             grads.postpone()
@@ -57,7 +57,7 @@ def keep_left_gradients(handle: FlatParamHandle) -> None:
     handle.full.params.aliases.left.clear()
 
 
-def settle_pending(handle: FlatParamHandle) -> None:
+def unmark_pending(handle: FlatParamHandle) -> None:
     """Undo `mark_pending`; drop waiting gradients whose `.grad` users set or deleted since."""
     with torch.no_grad():
         while handle.grads.marks:
@@ -87,11 +87,11 @@ def drop_waiting(handle: FlatParamHandle, indices: Iterable[int]) -> None:
 
 
 @contextmanager
-def settled(handle: FlatParamHandle) -> Iterator[None]:
+def unmarked(handle: FlatParamHandle) -> Iterator[None]:
     """Make `.grad` the reduced part inside the block; PendingGradients are back after it."""
     is_shown = bool(handle.grads.marks)
     try:
-        settle_pending(handle)
+        unmark_pending(handle)
         yield
     finally:
         if is_shown:
@@ -100,7 +100,7 @@ def settled(handle: FlatParamHandle) -> Iterator[None]:
 
 def drop_pending(handle: FlatParamHandle) -> None:
     """Drop all waiting gradients; `.grad` keeps the part that was reduced before."""
-    settle_pending(handle)
+    unmark_pending(handle)
     with torch.no_grad():
         drop_waiting(handle, range(len(handle.entries)))
 

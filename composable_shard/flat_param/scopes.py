@@ -15,7 +15,7 @@ from composable_shard.flat_param.shown import (
     ShownParams,
     check_flags,
     describe_object,
-    take_flags,
+    set_trainable_flags,
 )
 
 
@@ -46,7 +46,7 @@ def show_in_scope(
         for container, key, _ in entry.slots
     ]
     if flat is not None:
-        slots.append((shown.flat_slot.take(), shown.flat_slot.name, flat))
+        slots.append((shown.flat_slot.reserve(), shown.flat_slot.name, flat))
     shown.scope.slots = slots
 
 
@@ -100,4 +100,4 @@ def keep_scope_flags(shown: ShownParams) -> None:
     """Adopt the `requires_grad` flags that a scope's body set, as if set outside."""
     flags = () if shown.scope is None else [param.requires_grad for param in shown.scope.params]
     if not shown.shows_flat or len(set(flags)) == 1:
-        take_flags(shown, flags)
+        set_trainable_flags(shown, flags)

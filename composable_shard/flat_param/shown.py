@@ -101,12 +101,12 @@ class ShownParams:
         self._hidden: list[tuple[Any, str, Tensor | None]] = []
         self.set_flat(flat, shows_flat=shows_flat)
 
-    def note_agreement(self) -> None:
-        """Note that all ranks have the current parameters and `requires_grad` flags."""
+    def remember_agreed_flags(self) -> None:
+        """Remember that all ranks have the current parameters and `requires_grad` flags."""
         self.agreed_flags = trainable_flags(self)
 
-    def note_early_hooks(self, flag: bool) -> None:
-        """Note whether any rank has hooks on gradients, see [Note: Early gradients]."""
+    def set_early_hooks(self, flag: bool) -> None:
+        """Say whether any rank has hooks on gradients, see [Note: Early gradients]."""
         self.has_early_hooks = flag
 
     def set_flat(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
@@ -129,7 +129,7 @@ class ShownParams:
                     self._hidden.append((place.module, key, entry.sharded))
         if self.shows_flat and self.flat is not None:
             slot = self.flat_slot
-            self._slots.append((slot.take(), slot.name, self.flat.sharded, None))
+            self._slots.append((slot.reserve(), slot.name, self.flat.sharded, None))
 
     @property
     def is_unsharded(self) -> bool:
@@ -280,7 +280,7 @@ def check_flags(shown: ShownParams, flags: Sequence[bool], unit: str, where: str
         )
 
 
-def take_flags(shown: ShownParams, flags: Sequence[bool]) -> None:
+def set_trainable_flags(shown: ShownParams, flags: Sequence[bool]) -> None:
     """Set `requires_grad` of the parameters at rest, as users do it, after `check_flags`."""
     for each, flag in zip(shown.at_rest, flags, strict=False):
         if each.sharded.requires_grad != flag:

@@ -122,7 +122,7 @@ class FlatSlot(ModuleItems):
         self._shadow: Any = None  # a user's attribute that would hide the shown parameter
         self._shown: Tensor | None = None  # what `show` has set
 
-    def take(self) -> dict[str, Any]:
+    def reserve(self) -> dict[str, Any]:
         """Return the module's dict of parameters, in which the flat parameter will be shown."""
         self._is_ours = True
         return parameters_of(self.get())
@@ -139,7 +139,7 @@ class FlatSlot(ModuleItems):
             attributes[self.name], self._shadow = self._shadow, None
         if flat is not None:
             self._shadow = attributes.pop(self.name, None)
-        parameters = self.take()
+        parameters = self.reserve()
         if flat is not None or self.name in parameters:
             parameters[self.name] = flat
 

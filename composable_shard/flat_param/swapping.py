@@ -15,7 +15,7 @@ from composable_shard.torch_private import (
 )
 
 
-def take_place(original: nn.Parameter, replacement: Tensor) -> None:
+def swap_keeping_hooks(original: nn.Parameter, replacement: Tensor) -> None:
     """Make the object `original` be `replacement`, keeping its attributes and its hooks.
 
     `.grad` is left alone, and must be None if its dtype would not fit.

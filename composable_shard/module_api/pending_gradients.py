@@ -13,8 +13,8 @@ from composable_shard.flat_param import (
     needs_reduction,
     pending_values,
     run_gradient_hooks,
-    settle_pending,
-    settled,
+    unmark_pending,
+    unmarked,
 )
 from composable_shard.runtime import (
     ShardState,
@@ -46,7 +46,7 @@ def get_pending_gradients(module: nn.Module, *, recurse: bool = True) -> dict[st
     values = {}
     with torch.no_grad():
         for _, handle in _idle_handles(module, recurse, "gradients can't be shown"):
-            with settled(handle):
+            with unmarked(handle):
                 values[handle] = pending_values(handle)
     names = first_names(module, values)
     pending = {name: values[handle][index] for (handle, index), name in names.items()}
@@ -91,7 +91,7 @@ def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None
 def _reduce_all(handles: list[tuple[ShardState, FlatParamHandle]]) -> list[FlatParamHandle]:
     """Reduce the gradients that wait on any rank; return their handles."""
     for _, handle in handles:
-        settle_pending(handle)
+        unmark_pending(handle)
     flags = FlagReduction(
         [
             (

@@ -180,7 +180,7 @@ class FullParamsScope:
 
     def _refresh_held(self) -> None:
         """Gather the handles that `unshard` holds again, because modules show them again."""
-        held = [handle for handle in self.handles if handle.full.claims]
+        held = [handle for handle in self.handles if handle.full.readers.claims]
         try:
             for handle in held:
                 if not handle.full.params.is_locked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from composable_shard.flat_param import keep_left_gradients
+from composable_shard.flat_param import RESHARD, keep_left_gradients
 from composable_shard.runtime import (
     ShardState,
     TrainingState,
@@ -112,7 +112,7 @@ def _reshard(state: ShardState) -> None:
     state.let_go()
     if state.training_state is TrainingState.IDLE:
         for handle in state.needed_handles:
-            if not handle.full.claims:
+            if not handle.full.readers.claims:
                 keep_left_gradients(handle)
-                handle.full.end_graphs()
+                handle.full.end_graphs(RESHARD)
             release_handle(handle)

@@ -134,6 +134,6 @@ def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]
         warn_of_late_read([s.name for s in armed if s.needed_handles and s.training_state is IDLE])
     for state in context.live_states():
         for handle in state.handles:
-            handle.grads.take_directly(False)
+            handle.grads.set_direct(False)
             if state.depth == 0 and not state.is_held:
                 handle.shown.show_sharded()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import FlatParamHandle
+from composable_shard.flat_param import LATE_GRAPH, NESTED, FlatParamHandle
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.gathers import gather_in_backward, gather_region
 from composable_shard.runtime.open_graphs import UnitCall, alive
@@ -186,7 +186,9 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
     # another nested one, may use again.
     known = state.inspection
     if current_backward_id() != backward.graph_task_id:
-        known.runs_backwards = True
+        if not handle.full.readers.bits & NESTED:
+            for each in state.handles:
+                each.full.readers.add(NESTED)
         if not item.is_reduced and item.is_wanted:
             backward.queue.ask_again()
     # If gradients overwrote values on some ranks only, these ranks alone would gather the values
@@ -194,14 +196,12 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
     may_overwrite = (
         item.is_reduced  # otherwise gradients stay and values are freed
         and handle.settings.reshard_after_backward
-        and not handle.full.serves_graphs
         and not any(known.backward_hooks)
-        and not known.runs_backwards
         and (state in backward.recomputed or state.last_call.region is None)
     )
     handle.grads.pack(index, may_overwrite=may_overwrite)
-    if not (is_counted or handle.full.params.has_late_reads):
-        handle.grads.take_directly(True)
+    if not (is_counted or handle.full.readers.bits & LATE_GRAPH):
+        handle.grads.set_direct(True)
 
 
 def _check_not_in_scope(state: ShardState) -> None:

@@ -21,7 +21,7 @@ from composable_shard.flat_param import (
     FlatParamHandle,
     mark_pending,
     needs_reduction,
-    settle_pending,
+    unmark_pending,
 )
 from composable_shard.runtime.aborted import drop_aborted, note_abort
 from composable_shard.runtime.gathers import release_after_backward, return_to_idle
@@ -89,7 +89,7 @@ class BackwardPass:
             for handle in state.handles:
                 handle.guard.set_in_backward(True)
                 if handle.grads.marks:
-                    settle_pending(handle)
+                    unmark_pending(handle)
                     self.waiting[handle] = None
                 if handle.guard.has_new_attributes:
                     handle.adopt_changes()
@@ -172,8 +172,8 @@ class BackwardPass:
         handle = item.handle
         self._open.remove(item)
         item.position = CLOSED
-        if not handle.full.claims and not handle.full.params.is_locked:
-            handle.take_back("in a backward hook")
+        if not handle.full.readers.claims and not handle.full.params.is_locked:
+            handle.adopt_shown_changes("in a backward hook")
         if item.is_reduced and (handle.requires_grad or needs_reduction(handle)):
             self.queue.end(item)
         elif handle.requires_grad and self.queue.accumulates:

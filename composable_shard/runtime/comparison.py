@@ -62,7 +62,7 @@ def check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
                 highest=1,
             )
             for handle, (flag,) in zip(mesh.handles, flags.finish(), strict=True):
-                handle.shown.note_early_hooks(bool(flag))
+                handle.shown.set_early_hooks(bool(flag))
     if unmanaged:
         raise_unmanaged(unmanaged, states)
 

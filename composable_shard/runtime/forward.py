@@ -15,7 +15,12 @@ import torch
 from torch import nn
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import drop_unpacked, keep_left_gradients, show_scope_params
+from composable_shard.flat_param import (
+    FORWARD,
+    drop_unpacked,
+    keep_left_gradients,
+    show_scope_params,
+)
 from composable_shard.runtime.aborted import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import CallReached, recompute
 from composable_shard.runtime.contents import has_changed
@@ -176,7 +181,7 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall[ShardSta
         # Claim before gathering, so that `_leave_pass` frees the values after an error.
         state.is_in_pass = True
         for handle in needed:
-            handle.full.claims.add(state.ref)
+            handle.full.readers.claims.add((FORWARD, state.ref))
     for handle in needed:
         handle.unshard(context.streams, "forward")
     if ahead:
@@ -279,17 +284,19 @@ def _leave_pass(
     state.modules_to_run = state.num_modules
     if state.is_in_pass:
         for handle in state.needed_handles:
-            handle.full.claims.discard(state.ref)
+            handle.full.readers.claims.discard((FORWARD, state.ref))
         try:
             for handle in state.needed_handles:
-                is_edited = not handle.full.claims and handle.take_back("in forward", keeps=True)
+                if handle.full.readers.claims:
+                    continue
+                is_edited = handle.adopt_shown_changes("in forward", keeps=True)
                 if is_edited and reached is not None:
                     reached.note_edits()
-                if handle.full.params.aliases.left and not handle.full.claims:
+                if handle.full.params.aliases.left:
                     keep_left_gradients(handle)
         finally:
             for handle in state.needed_handles:
-                if keeps and not handle.full.claims:
+                if keeps and not handle.full.readers.claims:
                     handle.shown.show_sharded()
                 else:
                     release_handle(handle, is_backward_next=is_armed)

@@ -161,7 +161,7 @@ def drop_prefetched(
         is_idle = unused.training_state is TrainingState.IDLE
         for handle in unused.needed_handles if is_idle else ():
             # A unit that shares the handle (tied weights) may compute with it.
-            is_used = bool(handle.full.claims) or handle.shown.is_unsharded
+            is_used = bool(handle.full.readers.claims) or handle.shown.is_unsharded
             if is_used:
                 continue
             if unused.settings.reshard_after_forward is not False:
@@ -179,7 +179,7 @@ def release_handle(handle: FlatParamHandle, *, is_backward_next: bool = False) -
 
     With `is_backward_next` the part stays that the policy keeps for a backward, if any.
     """
-    if handle.full.claims:
+    if handle.full.readers.claims:
         return
     handle.shown.show_sharded()
     handle.full.free(keeps_part=is_backward_next)
@@ -189,7 +189,7 @@ def release_after_backward(handle: FlatParamHandle) -> None:
     """Show the sharded parameters, and free the full ones unless the policy keeps them."""
     if handle.settings.reshard_after_backward:
         release_handle(handle)
-    elif not handle.full.claims:
+    elif not handle.full.readers.claims:
         handle.shown.show_sharded()
         # A gather issued ahead, for a unit that this backward did not run, may never be used, so
         # its error is ignored, as in `reshard`.

@@ -154,7 +154,7 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
         context.has_agreed = True
         exchange_always(_always_checked(context.live_states()))
         for handle in context.live_handles():
-            handle.shown.note_agreement()
+            handle.shown.remember_agreed_flags()
             handle.guard.pop_writes()  # ranks may have initialised by themselves
         if any(handle.grads.is_persistent for handle in context.live_handles()):
             context.reduction_order = ReductionOrder()

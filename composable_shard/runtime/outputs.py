@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_shard.flat_param import HAVE_VALUES
+from composable_shard.flat_param import HAVE_VALUES, LATE_GRAPH
 from composable_shard.runtime.backward import CallReached
 from composable_shard.runtime.containers import iter_tensors, map_tensors
 from composable_shard.runtime.late_outputs import find_late_output
@@ -116,7 +116,7 @@ def _find_kept(
         views = [each for each in found if id(each) not in params and _is_within(extents, each)]
         refuse_views(state.name, views)
     for handle in state.needed_handles:
-        handle.full.params.note_late_reads()
+        handle.full.readers.add(LATE_GRAPH)
     is_looked_at = is_looked_at or not frees_values(state.needed_handles)
     known.note(num_nodes, keeps=bool(kept), is_looked_at=is_looked_at)
     return kept

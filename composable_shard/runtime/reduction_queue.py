@@ -60,7 +60,13 @@ from enum import Enum, auto
 from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import FlagReduction, Proposal, trace
-from composable_shard.flat_param import FlatParamHandle, needs_reduction, run_gradient_hooks
+from composable_shard.flat_param import (
+    HIDDEN_ALIAS,
+    KEEP_MEMORY,
+    FlatParamHandle,
+    needs_reduction,
+    run_gradient_hooks,
+)
 from composable_shard.runtime.gathers import release_after_backward
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.torch_private import current_backward_id, will_run_node
@@ -149,7 +155,8 @@ class Item:
     def keeps_values(self) -> bool:
         """Whether the full values are still needed after the unit's end."""
         full, settings = self.handle.full, self.handle.settings
-        return full.serves_graphs or bool(full.claims) or not settings.reshard_after_backward
+        is_read = bool(full.readers.claims) or bool(full.readers.bits & KEEP_MEMORY)
+        return is_read or not settings.reshard_after_backward
 
     def count(self, index: int) -> bool:
         """Count the gradient of a parameter; return whether that was the last one to come.
@@ -381,10 +388,10 @@ class ReductionQueue:
         full, used = handle.full, handle.grads.used
         if (
             state.ref in self._context.graphs.may_recompute
-            or full.serves_graphs
-            or bool(full.claims)
+            or bool(full.readers.claims)
+            or full.readers.bits & KEEP_MEMORY
             or current_backward_id() != self._context.graphs.last_backward_id
-            or (full.is_kept and not full.is_cast and full.params.aliases.are_hidden)
+            or (full.is_kept and not full.is_cast and full.readers.bits & HIDDEN_ALIAS)
         ):
             statuses = [_MAY_CHANGE] * len(used)
         else:

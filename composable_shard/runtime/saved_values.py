@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from composable_shard.flat_param import LOCKED, FlatParamHandle
+from composable_shard.flat_param import HIDDEN_ALIAS, LOCKED, FlatParamHandle
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
     GivingWay,
@@ -164,7 +164,7 @@ class SavedValues:
             for start, end, handle in self._extents:
                 if start <= address < end:
                     if handle.requires_grad and not _is_connected(tensor, handle):
-                        handle.full.params.note_hidden_alias()
+                        handle.full.readers.add(HIDDEN_ALIAS)
                     return True
         return False
 
@@ -226,7 +226,6 @@ class Inspection:
     Attributes:
         backward_hooks: Users' hooks on its modules and on modules inside. They may read and write
             full parameters whose gradients have already arrived.
-        runs_backwards: A node of its graph runs a nested backward, as reentrant checkpoints do.
         keeps: Whether an inspected forward leaves tensors on modules, by number of nodes.
         hooks: The hooks of the running call, if any.
         late_output: What the last forward returned that may read values later; empty if nothing.
@@ -243,12 +242,10 @@ class Inspection:
         "keeps_hooks",
         "late_output",
         "refuses_hooks",
-        "runs_backwards",
     )
 
     def __init__(self, backward_hooks: Sequence[Mapping[int, Any]] = ()) -> None:
         self.backward_hooks = backward_hooks
-        self.runs_backwards = False
         self.keeps: dict[int, bool] = {}
         self.hooks: SavedValues | None = None
         self.is_watched = True

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from composable_shard.comm import FlagReduction, make_streams
-from composable_shard.flat_param import FlatParamHandle, ScratchPool, Slot
+from composable_shard.flat_param import GRAPH, HELD, FlatParamHandle, ScratchPool, Slot
 from composable_shard.options import UnitOptions, UnitSettings
 from composable_shard.runtime.buffer_broadcast import BufferBroadcast
 from composable_shard.runtime.forward_call import ForwardCall
@@ -91,7 +91,9 @@ class ShardState:
     @property
     def is_held(self) -> bool:
         """Whether `unshard` claims its full parameters, until `reshard`."""
-        return all([("held", self.ref) in handle.full.claims for handle in self.needed_handles])
+        return all(
+            [(HELD, self.ref) in handle.full.readers.claims for handle in self.needed_handles]
+        )
 
     def change(self, **settings: Any) -> None:
         """Change some of the unit's `settings`, and those of its handles with them."""
@@ -110,18 +112,17 @@ class ShardState:
     def hold(self) -> None:
         """Claim the full parameters until `let_go`, for `unshard`."""
         for handle in self.needed_handles:
-            handle.full.claims.add(("held", self.ref))
+            handle.full.readers.claims.add((HELD, self.ref))
 
     def let_go(self) -> None:
         """Give up the claim of `hold`, if there is one; frees nothing."""
-        held = [
-            handle for handle in self.needed_handles if ("held", self.ref) in handle.full.claims
-        ]
+        claim = HELD, self.ref
+        held = [handle for handle in self.needed_handles if claim in handle.full.readers.claims]
         for handle in held:
-            handle.full.claims.discard(("held", self.ref))
+            handle.full.readers.claims.discard(claim)
         for handle in held:
-            if not handle.full.claims:
-                handle.take_back("between unshard and reshard")
+            if not handle.full.readers.claims:
+                handle.adopt_shown_changes("between unshard and reshard")
 
     def set_load_call(self, missing_keys: list[str], prefix: str) -> None:
         """Note a load_state_dict: its missing keys, and the prefix below which all is loaded."""
@@ -269,7 +270,7 @@ class TreeContext:
     @property
     def serves_graphs(self) -> bool:
         """Whether full values are kept for graphs whose backward no hook announces."""
-        return any(handle.full.serves_graphs for handle in self.live_handles())
+        return any(handle.full.readers.bits & GRAPH for handle in self.live_handles())
 
 
 trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # all trees of this process

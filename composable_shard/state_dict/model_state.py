@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import HOST, Ranks
-from composable_shard.flat_param import FlatParamHandle, Shown, take_place
+from composable_shard.flat_param import FlatParamHandle, Shown, swap_keeping_hooks
 from composable_shard.options import describe_prefix
 from composable_shard.runtime import ShardState
 from composable_shard.state_dict.model_tensors import (
@@ -413,5 +413,5 @@ def materialize(handle: FlatParamHandle, given: dict[int, Tensor] | None = None)
             memory = torch.zeros_like(param._local, device=device)
         kind = FlatShardOfDTensor if isinstance(param, FlatShardOfDTensor) else FlatShard
         shard = kind(memory, shown.spec, guard=handle.guard)
-        take_place(cast(nn.Parameter, param), nn.Parameter(shard, flag))
+        swap_keeping_hooks(cast(nn.Parameter, param), nn.Parameter(shard, flag))
     handle.adopt_changes()

@@ -127,14 +127,15 @@ def test_a_cast_fills_the_buffer_and_a_write_makes_it_stale() -> None:
     assert (full.buffer[:10] == 3).all()
 
 
+@pytest.mark.parametrize("are_packed", [True, False])
 @pytest.mark.parametrize("state", [FullState.CURRENT, FullState.STALE])
-def test_gradients_in_the_place_of_values_outlive_a_free(state: FullState) -> None:
+def test_what_takes_the_place_of_values_outlives_a_free(state: FullState, are_packed: bool) -> None:
     """Until the reduction that reads them has ended."""
     full = _in_state(state)
     full.buffer.untyped_storage().resize_(full.buffer.nbytes)
-    full.hold_gradients(are_packed=True)
+    full.hold_gradients() if are_packed else full.hold_terms()
     full.free()
-    assert full.state is FullState.HOLDS_GRADIENTS
+    assert full.state is (FullState.HOLDS_GRADIENTS if are_packed else FullState.HOLDS_TERMS)
     assert full.buffer.untyped_storage().size() == full.buffer.nbytes
     full.end_gradients()
     assert full.state is FullState.FREED

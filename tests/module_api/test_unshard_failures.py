@@ -95,7 +95,7 @@ def _assert_shown(model: nn.Module) -> None:
     for handle in get_handles(model):
         assert handle.shown.scope is None
         assert not handle.guard.is_in_scope
-        assert not handle.full.claims
+        assert not handle.full.readers.claims
 
 
 # --- refused inside, by their texts ---

@@ -173,7 +173,7 @@ def _snapshot_of_scope(model: nn.Module) -> list[Any]:
             handle.shown.shows_flat,
             handle.shown.scope is not None,
             handle.guard.is_in_scope,
-            len(handle.full.claims),
+            len(handle.full.readers.claims),
         )
         for handle in get_handles(model)
     ]

@@ -535,7 +535,7 @@ def _assert_state_at_rest(state: ShardState, *, is_kept: bool) -> None:
     for handle in state.handles:
         handle.shown.check_registered()
         assert not handle.shown.is_unsharded, handle.name
-        assert not handle.full.claims, handle.name
+        assert not handle.full.readers.claims, handle.name
         assert not handle.grads.reduction.output is not None, handle.name
         if not handle.grads.is_persistent:
             assert handle.grads._own.buffer.untyped_storage().size() == 0, (
