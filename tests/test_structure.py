@@ -187,6 +187,14 @@ def test_tests_and_benchmarks_share_one_folder() -> None:
     assert wrong == []
 
 
+def test_index_of_tests_names_what_exists() -> None:
+    """Files by their path, or by their name after their folder's; folders by their path."""
+    text = (TESTS / "README.md").read_text()
+    named = re.findall(r"`([\w/]+(?:\.py|/))`", text)
+    assert [each for each in named if not list(TESTS.rglob(each.rstrip("/")))] == []
+    assert len(named) > 40
+
+
 def test_index_of_benchmarks_names_each() -> None:
     """And nothing else."""
     folder = TESTS.parent / "benchmarks"

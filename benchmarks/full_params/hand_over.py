@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from benchmarks import malloc_counter, report
+from benchmarks import report
 from benchmarks.full_params import ways
-from benchmarks.ranks import run_ranks
 from composable_shard import iter_full_params
 from tests.common.models import make_llama, param_nbytes
 
@@ -39,7 +38,7 @@ def _whole_dict(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return get_model_state_dict(model, options=options).items()
 
 
-_WAYS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
+WAYS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
     "ours": ("ours", iter_full_params),
     "ours bf16": ("ours", partial(iter_full_params, dtype=torch.bfloat16)),
     "ours small": ("ours", partial(iter_full_params, max_nbytes=1)),
@@ -48,7 +47,7 @@ _WAYS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
 }
 
 
-def hand_over(model: nn.Module, way: Callable[[nn.Module], Any]) -> float:
+def take(model: nn.Module, way: Callable[[nn.Module], Any]) -> float:
     """Return the milliseconds that reading all values took on this rank."""
     dist.barrier()
     start = time.perf_counter()
@@ -57,29 +56,13 @@ def hand_over(model: nn.Module, way: Callable[[nn.Module], Any]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def measure_times(rank: int, model_name: str, rounds: int) -> dict[str, list[float]]:
-    """Return the times of each way, by round."""
-    return ways.measure_times(_WAYS, hand_over, model_name, rounds)
-
-
-def measure_peak(rank: int, model_name: str, name: str) -> int:
-    """Return the bytes that one way needs at its peak, beyond those held before it."""
-    return ways.measure_peak(_WAYS, hand_over, model_name, name)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the options, measure, report."""
-    parser = report.make_parser(__doc__)
-    parser.add_argument("--model", default="50m", help="out of 50m, std, tiny, micro")
-    parser.add_argument("--world-size", type=int, default=2, help="gloo ranks")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds after two to warm up")
-    args = parser.parse_args(argv)
+    args = ways.make_parser(__doc__).parse_args(argv)
     model = make_llama(args.model)
     size = param_nbytes(model)
     unit = max(param_nbytes(model.layers[0]), size - sum(map(param_nbytes, model.layers)))
-    times = run_ranks(args.world_size, measure_times, args.model, args.rounds)
-    with malloc_counter.preloaded():
-        peaks = {name: run_ranks(args.world_size, measure_peak, args.model, name) for name in _WAYS}
+    times, peaks = ways.measure(__name__, args)
     rows = []
     for name, taken in times.items():
         ratios = [own / other for own, other in zip(taken, times["fsdp2"], strict=True)]

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from benchmarks import malloc_counter, report
+from benchmarks import report
 from benchmarks.full_params import ways
-from benchmarks.ranks import run_ranks
 from composable_shard import unshard_params
 from tests.common.models import make_llama, param_nbytes
 
@@ -41,7 +40,7 @@ def _fsdp2_scope(model: nn.Module) -> Iterator[None]:
 
 
 _summon = FullyShardedDataParallel.summon_full_params
-_WAYS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
+WAYS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
     "ours": ("ours", partial(unshard_params, writeback=False)),
     "ours writeback": ("ours", partial(unshard_params, writeback=True)),
     "fsdp1": ("fsdp1", partial(_summon, writeback=False)),
@@ -50,7 +49,7 @@ _WAYS: dict[str, tuple[str, Callable[[nn.Module], Any]]] = {
 }
 
 
-def open_and_close(model: nn.Module, scope: Callable[[nn.Module], Any]) -> tuple[float, float]:
+def take(model: nn.Module, scope: Callable[[nn.Module], Any]) -> tuple[float, float]:
     """Return the milliseconds that opening and closing took on this rank."""
     dist.barrier()
     start = time.perf_counter()
@@ -61,27 +60,11 @@ def open_and_close(model: nn.Module, scope: Callable[[nn.Module], Any]) -> tuple
     return (opened - start) * 1e3, (time.perf_counter() - closing) * 1e3
 
 
-def measure_times(rank: int, model_name: str, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the times of each way, by round."""
-    return ways.measure_times(_WAYS, open_and_close, model_name, rounds)
-
-
-def measure_peak(rank: int, model_name: str, name: str) -> int:
-    """Return the bytes that one way needs at its peak, beyond those held before it."""
-    return ways.measure_peak(_WAYS, open_and_close, model_name, name)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the options, measure, report."""
-    parser = report.make_parser(__doc__)
-    parser.add_argument("--model", default="50m", help="out of 50m, std, tiny, micro")
-    parser.add_argument("--world-size", type=int, default=2, help="gloo ranks")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds after two to warm up")
-    args = parser.parse_args(argv)
+    args = ways.make_parser(__doc__).parse_args(argv)
     size = param_nbytes(make_llama(args.model))
-    times = run_ranks(args.world_size, measure_times, args.model, args.rounds)
-    with malloc_counter.preloaded():
-        peaks = {name: run_ranks(args.world_size, measure_peak, args.model, name) for name in _WAYS}
+    times, peaks = ways.measure(__name__, args)
     fastest = [
         min(sum(times[name][number]) for name in ("fsdp1", "fsdp2"))
         for number in range(args.rounds)
