@@ -70,6 +70,7 @@ class Original:
     owner: int = 0  # the rank that gets it whole, if `is_owned`
     main_dtype: torch.dtype | None = None  # of the shard, if not the parameter's
     extension: Extension | None = None  # for its class, [Note: Extended gathers]
+    plain_part: PlainPart | None = None  # how a plain parameter lies on a mesh, if it is a part
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -122,11 +123,6 @@ class Original:
         if type(self.param) is nn.Parameter or not isinstance(self.param, DTensor):
             return None
         return self.param.device_mesh, tuple(self.param.placements)
-
-    @property
-    def plain_part(self) -> PlainPart | None:
-        """How a plain parameter lies on a mesh, if it is a part."""
-        return plain_part_of(self.param)
 
     @property
     def shape(self) -> torch.Size:
@@ -235,7 +231,7 @@ def _find_params(
                     item = borrowed.get(id(param)) or _borrow(param, fqn)
                     borrowed.setdefault(id(param), item).slots += find_slots(place, name)
                 else:
-                    new = Original(param, fqn, place, name)
+                    new = Original(param, fqn, place, name, plain_part=plain_part_of(param))
                     known = originals.setdefault(id(param), new)
                     known.further_slots += () if known is new else find_slots(place, name)
     return Plan(
