@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn
@@ -83,11 +84,13 @@ def build_handles(plan: Plan, shard_group: ShardGroup) -> Built:
     ]
 
 
-def build_state(plan: Plan, built: Built, shard_group: ShardGroup, undo: ExitStack) -> ShardState:
+def build_state(
+    plan: Plan, built: Built, shard_group: ShardGroup, undo: list[Callable[[], object]]
+) -> ShardState:
     """Carry out the plan: put the FlatShards of the handles into the original parameters.
 
     Args:
-        undo: Gets a function for each parameter. Attributes of the modules are the caller's.
+        undo: Gets functions for each parameter. Attributes of the modules are the caller's.
     """
     options = plan.options
     for number, (_, handle) in enumerate(built):
@@ -104,7 +107,7 @@ def build_state(plan: Plan, built: Built, shard_group: ShardGroup, undo: ExitSta
         if not options.use_orig_params:
             show_flat(handle)
     for item in plan.borrowed:
-        undo.callback(_show_in, item, item.entry.slots)
+        undo.append(partial(_show_in, item, item.entry.slots))
         item.entry.add_slots(item.slots)
         item.handle.shown.index_slots()
         item.handle.shown.show_again()
@@ -189,13 +192,15 @@ def _build_handle(
     return handle
 
 
-def _replace_parameter(original: Original, entry: ParamEntry, undo: ExitStack) -> None:
+def _replace_parameter(
+    original: Original, entry: ParamEntry, undo: list[Callable[[], object]]
+) -> None:
     """Turn the original Parameter object into the FlatShard; attributes and `.grad` carry over."""
     param, grad = original.param, original.param.grad
-    undo.callback(give_back, param, entry.sharded, grad, dict(vars(param)))
+    undo.append(partial(give_back, param, entry.sharded, grad, dict(vars(param))))
     param.grad = None
     if param.requires_grad and not param.is_inference():  # no graph can have recorded those
-        undo.callback(_refuse_graphs_from_before(param, entry.label).remove)
+        undo.append(_refuse_graphs_from_before(param, entry.label).remove)
     original.strip()
     entry.replace(param)
     if grad is not None and not entry.spec.is_owned_by_other_rank:

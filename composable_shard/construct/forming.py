@@ -20,7 +20,7 @@ from composable_shard.construct.hooks import (
 )
 from composable_shard.construct.originals import Plan
 from composable_shard.construct.plan import as_modules, plan_unit
-from composable_shard.construct.undo import remember
+from composable_shard.construct.undo import remember, run_backwards
 from composable_shard.flat_param import balance_owners
 from composable_shard.options import (
     DEFAULT_STRATEGY,
@@ -205,8 +205,9 @@ def _form(plan: Plan, shard_group: ShardGroup, undo: ExitStack) -> None:
     built = build_handles(plan, shard_group)
     if plan.options.sync_module_states:
         sync_states(plan, built, shard_group, undo)
-    remember(plan, undo)
-    state = build_state(plan, built, shard_group, undo)
+    steps = remember(plan)
+    undo.callback(run_backwards, steps)
+    state = build_state(plan, built, shard_group, steps)
     apply_policy(state, plan.reshard_after_forward)
     register_boundaries(plan.kept_modules)
     for root in modules:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from composable_shard.construct.split_by_hand import PlainPart, plain_part_of
+from composable_shard.construct.split_by_hand import PlainPart
 from composable_shard.flat_param import (
     Extension,
     FlatParamHandle,
@@ -36,6 +36,7 @@ class Original:
     owner: int = 0  # the rank that gets it whole, if `is_owned`
     main_dtype: torch.dtype | None = None  # of the shard, if not the parameter's
     extension: Extension | None = None  # for its class, [Note: Extended gathers]
+    plain_part: PlainPart | None = None  # how a plain parameter lies on a mesh, if it is a part
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -88,11 +89,6 @@ class Original:
         if type(self.param) is nn.Parameter or not isinstance(self.param, DTensor):
             return None
         return self.param.device_mesh, tuple(self.param.placements)
-
-    @property
-    def plain_part(self) -> PlainPart | None:
-        """How a plain parameter lies on a mesh, if it is a part."""
-        return plain_part_of(self.param)
 
     @property
     def shape(self) -> torch.Size:

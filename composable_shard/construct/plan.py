@@ -15,6 +15,7 @@ from composable_shard.construct.checks import (
     check_scripted,
 )
 from composable_shard.construct.originals import Borrowed, Original, Plan
+from composable_shard.construct.split_by_hand import plain_part_of
 from composable_shard.flat_param import (
     FlatParamHandle,
     ModuleItems,
@@ -119,7 +120,7 @@ def _find_params(
                     item = borrowed.get(id(param)) or _borrow(param, fqn)
                     borrowed.setdefault(id(param), item).slots += find_slots(place, name)
                 else:
-                    new = Original(param, fqn, place, name)
+                    new = Original(param, fqn, place, name, plain_part=plain_part_of(param))
                     known = originals.setdefault(id(param), new)
                     known.further_slots += () if known is new else find_slots(place, name)
     return Plan(

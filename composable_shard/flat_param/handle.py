@@ -172,7 +172,8 @@ class FlatParamHandle:
     def labels(self) -> list[ParamLabel]:
         """Return the labels of the parameters, and of the flat parameter if there is one."""
         flat = self.shown.flat
-        return [each.label for each in (self.entries if flat is None else [*self.entries, flat])]
+        entries = self.entries if flat is None else [*self.entries, flat]
+        return [each.spec.label for each in entries]
 
     def describe_entries(self, options: str) -> list[str]:
         """Return a line for each parameter with all that the ranks must agree on."""

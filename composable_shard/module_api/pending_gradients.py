@@ -48,7 +48,7 @@ def get_pending_gradients(module: nn.Module, *, recurse: bool = True) -> dict[st
         for _, handle in _idle_handles(module, recurse, "gradients can't be shown"):
             with unmarked(handle):
                 values[handle] = pending_values(handle)
-    names = first_names(module, values)
+    names = first_names(module.named_modules(), values)
     pending = {name: values[handle][index] for (handle, index), name in names.items()}
     return {name: value for name, value in pending.items() if value is not None}
 

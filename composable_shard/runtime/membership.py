@@ -17,7 +17,7 @@ ran them, or that was passed to `lazy_init`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -47,12 +47,12 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
     return context
 
 
-def remember_trees(modules: list[nn.Module], *, joins: bool) -> Callable[[], None]:
-    """Return a function that undoes `share_context` and `join_owners`, before a call has begun.
+def remember_trees(states: Iterable[ShardState], *, joins: bool) -> Callable[[], None]:
+    """Return a function that undoes `share_context` and `join_owners` for units.
 
-    With `joins` the units that it reaches may be in any tree.
+    With `joins` the units that these reach may be in any tree.
     """
-    states = list(dict.fromkeys(state for module in modules for state in get_states(module)))
+    states = list(states)
     known = dict.fromkeys(state.context for state in states if state.context is not None)
     known |= dict.fromkeys(list(trees) if joins else ())
     before = [tree.remember() for tree in known]

@@ -7,18 +7,21 @@ from collections.abc import Callable, Iterable
 from torch import nn
 
 from composable_shard.flat_param import FlatParamHandle
-from composable_shard.runtime.tree import by_slot, get_states, read_state
+from composable_shard.runtime.tree import by_slot, read_state
 from composable_shard.runtime.unit import ShardState
 from composable_shard.tensor import ParamLabel
 from composable_shard.torch_private import parameters_of
 
 
 def first_names(
-    module: nn.Module, handles: Iterable[FlatParamHandle]
+    modules: Iterable[tuple[str, nn.Module]], handles: Iterable[FlatParamHandle]
 ) -> dict[tuple[FlatParamHandle, int], str]:
-    """Return the first name in `module` of each parameter of handles, by handle and index."""
+    """Return the first name of each parameter of handles, by handle and index.
+
+    `modules` is what `named_modules()` of a model returns.
+    """
     found, names = by_slot(handles), dict[tuple[FlatParamHandle, int], str]()
-    for prefix, child in module.named_modules():
+    for prefix, child in modules:
         for key in parameters_of(child).keys():  # noqa: SIM118 -- a ScriptModule's has no __iter__
             place = found.get((id(parameters_of(child)), key))
             if place is not None:
@@ -29,13 +32,14 @@ def first_names(
 def rename(module: nn.Module) -> None:
     """Name all units and parameters in `module` as seen from it, for messages."""
     named: dict[ShardState, str] = {}
-    for name, child in module.named_modules():
+    modules = list(module.named_modules())
+    for name, child in modules:
         state = read_state(child)
         if state is not None and state not in named:
             state.name, named[state] = name or type(child).__name__, name
     handles = [handle for state in named for handle in state.handles]
     labels: dict[int, tuple[ParamLabel, str]] = {}  # copies of a unit share them
-    for (handle, index), name in first_names(module, handles).items():
+    for (handle, index), name in first_names(modules, handles).items():
         label = handle.entries[index].label
         labels.setdefault(id(label), (label, name))
     for label, name in labels.values():
@@ -48,9 +52,9 @@ def rename(module: nn.Module) -> None:
                 handle.shown.flat.label.rename(flat_name.lstrip("."))
 
 
-def remember_names(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Return a function that undoes `rename` for the units that are in `modules` now."""
-    states = list(dict.fromkeys(state for module in modules for state in get_states(module)))
+def remember_names(states: Iterable[ShardState]) -> Callable[[], None]:
+    """Return a function that undoes `rename` for units."""
+    states = list(states)
     handles = [handle for state in states for handle in state.handles]
     state_names = [(state, state.name) for state in states]
     unit_names = [(handle.label, handle.label.name) for handle in handles]
