@@ -41,8 +41,8 @@ import torch.distributed.checkpoint.state_dict as torch_state_dict
 
 import composable_shard
 from benchmarks import malloc_counter, peers, report
-from benchmarks.models import make_batch, make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
+from tests.common.models import make_batch, make_llama, param_nbytes
 
 Way = Callable[[], Any]
 LIBRARIES: dict[str, Any] = {"fsdp2": torch_state_dict, "ours": composable_shard}

@@ -27,9 +27,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import peers, report
-from benchmarks.models import make_batch, make_llama
 from benchmarks.ranks import run_ranks
 from benchmarks.rounds import interleave, ratios
+from tests.common.models import make_batch, make_llama
 
 MAX_NORM = 0.1
 GOALS = {"ours": 0.3}

@@ -41,8 +41,8 @@ from torch import nn
 
 import composable_shard
 from benchmarks import malloc_counter, memory, peers, report, step_time
-from benchmarks.models import make_batch, make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
+from tests.common.models import make_batch, make_llama, param_nbytes
 
 REFERENCE = "ddp"
 TOLERANCE = 1e-5

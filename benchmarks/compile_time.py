@@ -28,9 +28,9 @@ from torch import nn
 from torch._inductor.utils import fresh_cache
 
 from benchmarks import peers, report
-from benchmarks.models import make_batch, make_llama
 from benchmarks.ranks import run_ranks
 from benchmarks.step_time import take_turns, train_step
+from tests.common.models import make_batch, make_llama
 
 _PEERS = "bare,ddp_view,fsdp2_raf,ours,bare+after,ddp_view+before,fsdp2_raf+before,fsdp2_raf+after"
 

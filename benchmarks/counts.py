@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from benchmarks import peers, report
-from benchmarks.models import make_batch, make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
-from benchmarks.step_counter import Counts, StepCounter, is_inside_collective
+from tests.common.models import make_batch, make_llama, param_nbytes
+from tests.common.step_counter import Counts, StepCounter, is_inside_collective
 
 
 def step(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:

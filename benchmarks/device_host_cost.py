@@ -1,11 +1,11 @@
 """What does sharding cost the host thread that feeds an accelerator, per unit?
 
 CPU time of the threads that issue (the program's, and autograd's for the device) in forward and
-backward, sharded minus plain, divided by the number of units. On the accelerator of threads that
-the tests have (`tests/device`): kernels and collectives run in threads of their own, which are not
-counted, so the parameters' size does not matter. What it takes to issue one kernel is this
-device's, some 10 us; on CUDA it is about 5. Two ranks; the peers run interleaved in one process,
-in rotating order, and the ratio to FSDP2 is taken inside each round.
+backward, sharded minus plain, divided by the number of units. On the accelerator of threads of
+`tests/common/device`: kernels and collectives run in threads of their own, which are not counted,
+so the parameters' size does not matter. What it takes to issue one kernel is this device's, some
+10 us; on CUDA it is about 5. Two ranks; the peers run interleaved in one process, in rotating
+order, and the ratio to FSDP2 is taken inside each round.
 
     python -m benchmarks.device_host_cost
 """
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from benchmarks import peers, report
 from benchmarks.host_cost import per_unit_us
-from benchmarks.models import MatrixChain
 from benchmarks.ranks import run_ranks
 from benchmarks.rounds import Samples, interleave, ratios
-from tests import device
+from tests.common import device
+from tests.common.models import MatrixChain
 
 GOAL = "<= 0.20"
 _WARM = 12  # steps until no identities are exchanged any more
@@ -107,7 +107,7 @@ def main() -> None:
     markdown = report.header(
         "Host cost per unit on an accelerator, beyond the plain model",
         "CPU time of the threads that issue forward and backward, sharded minus plain; kernels,",
-        "copies and collectives run in other threads of the accelerator (tests/device)",
+        "copies and collectives run in other threads of the accelerator (tests/common/device)",
         f"{args.units} layers and the root, {args.rounds} rounds of {args.steps} steps, 2 ranks",
         "figures: median (quartiles)",
     )

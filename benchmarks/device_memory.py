@@ -1,6 +1,6 @@
 """How much memory of an accelerator does a training step hold, and reserve, by its allocator?
 
-On the accelerator of threads that the tests have (`tests/device`): its allocator gives freed memory
+On the accelerator of threads of `tests/common/device`: its allocator gives freed memory
 back to the stream that it was allocated on, as CUDA's, but does not split blocks. Two ranks, AdamW,
 rank 0's figures in units of P (all parameters in fp32), less what the plain model holds for
 computing. Counts, not times: they do not depend on the machine's load.
@@ -27,10 +27,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from benchmarks import report
 from benchmarks.formulas import DEVICE_FORMULAS, Sizes
-from benchmarks.models import make_batch, make_llama
 from benchmarks.ranks import run_ranks
 from composable_shard import MixedPrecisionPolicy, ShardingStrategy, fully_shard
-from tests import device
+from tests.common import device
+from tests.common.models import make_batch, make_llama
 
 Levels = dict[str, float]  # bytes, by column
 STAGES = ("at rest", "peak forward", "peak backward", "after backward", "peak optimizer")
@@ -154,7 +154,7 @@ def report_peaks(model_name: str, peers: Sequence[str], world_size: int) -> str:
             rows.append([precision, peer, *cells])
     markdown = report.header(
         f"Memory of a training step by an accelerator's allocator: {model_name}",
-        f"{world_size} ranks, each with an accelerator of threads (tests/device); fused AdamW",
+        f"{world_size} ranks, each with an accelerator of threads; fused AdamW",
         f"in P = {sizes.total / 1e6:.1f} MB, all parameters in fp32; a warm step, rank 0",
         "less what the plain model holds for computing; in brackets the deviation from the formula",
         "(benchmarks/formulas.py); ours with prefetch_nbytes=0: one layer is gathered ahead",
@@ -186,7 +186,7 @@ def report_steps(model_name: str, peers: Sequence[str], world_size: int, steps: 
                 rows.append([precision, peer, stage, *cells])
     markdown = report.header(
         f"Memory over {steps} steps by an accelerator's allocator: {model_name}",
-        f"{world_size} ranks, each with an accelerator of threads (tests/device); fused AdamW",
+        f"{world_size} ranks, each with an accelerator of threads; fused AdamW",
         f"in P = {size / 1e6:.1f} MB, all parameters in fp32; rank 0",
     )
     columns = ["precision", "peer", "bytes", *(f"step {number}" for number in numbers)]

@@ -1,6 +1,6 @@
 """How much of a step's communication hides behind its computing, in modelled time?
 
-On the accelerator of threads that the tests have (`tests/device`), with a duration for each kernel,
+On the accelerator of threads of `tests/common/device`, with a duration for each kernel,
 copy and collective: the time of a step follows from who waits for whom, and neither from luck nor
 from the machine's load. 24 equal layers, one unit each; kernels other than matrix products take no
 time, nor does the host. A step is held to
@@ -36,7 +36,7 @@ from composable_shard import (
     set_backward_prefetch,
     set_forward_prefetch,
 )
-from tests import device
+from tests.common import device
 
 NUM_LAYERS = 24
 WIDTH = 64
@@ -235,7 +235,7 @@ def main() -> None:
             rows.append([name, *cells])
     markdown = report.header(
         f"Overlap of computing and communication on an accelerator: {NUM_LAYERS} layers",
-        "accelerators of threads (tests/device), in modelled time: independent of the machine",
+        "accelerators of threads, in modelled time: independent of the machine",
         "milliseconds of a step's forward and backward, the bound of benchmarks/device_overlap.py,",
         "and the ratio; 2 ranks, with replicas 2 x 2; a copy to or from the host takes 20 us",
         "ours with prefetch_nbytes=0: one layer is gathered ahead",

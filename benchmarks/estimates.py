@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import malloc_counter, report
 from benchmarks.memory import Levels, measure
-from benchmarks.models import Layer, make_batch, make_llama
 from benchmarks.ranks import run_ranks
 from composable_shard import ShardingStrategy
 from composable_shard.planning import Estimate, by_class, estimate
+from tests.common.models import LlamaLayer, make_batch, make_llama
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 PLANS: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ def told(model_name: str, peer: str, world_size: int) -> Estimate:
     return estimate(
         make_llama(model_name),
         world_size=world_size,
-        rules=by_class(Layer),
+        rules=by_class(LlamaLayer),
         batch=make_batch(model_name, 0),
         device_type="cpu",
         **PLANS[peer],

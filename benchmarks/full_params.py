@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from benchmarks import malloc_counter, report, ways
-from benchmarks.models import make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
 from composable_shard import iter_full_params
+from tests.common.models import make_llama, param_nbytes
 
 
 def _full_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:

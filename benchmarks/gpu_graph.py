@@ -19,33 +19,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu_runs, peers, report
-from benchmarks.gpu_runs import Step
-
-
-def capture(step: Step) -> Step:
-    """Return what replays a step; the step has run on a side stream before, as it must."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        loss = step()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return loss
-
-    return replay
+from tests.common.gpu_steps import Step, capture
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the options, measure, report."""
     parser = report.make_parser(__doc__)
     parser.add_argument("--group", default="fake", help="fake (8 ranks) or nccl (1 rank)")
-    parser.add_argument("--model", default="tiny", help="out of benchmarks/models.py")
+    parser.add_argument("--model", default="tiny", help="out of tests/common/models.py")
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=10, help="steps per variant and round")
     parser.add_argument("--peers", default="bare,ours", help="comma-separated")

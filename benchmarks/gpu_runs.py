@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import peers
-from benchmarks.models import make_batch, make_llama
+from tests.common.gpu_steps import Step
+from tests.common.models import make_batch, make_llama
 
 SKIPPED = "needs a CUDA GPU: skipped"
-Span = tuple[int, int, int]  # stream, start and end in ns
-Step = Callable[[], Tensor]
 
 
 def join_group(kind: str) -> None:
@@ -96,61 +93,6 @@ def take_turns(steps: dict[str, Step], rounds: int, num_steps: int) -> dict[str,
         for name in names[shift:] + names[:shift]:
             times[name].append(milliseconds(steps[name], num_steps))
     return times
-
-
-def overlap(spans: Iterable[Span]) -> float:
-    """Return how much of the time of side streams passes while the compute stream is busy.
-
-    The compute stream is the one with the most time. 0.0 where nothing runs beside it.
-
-    Example: compute from 0 to 10, and a copy on another stream from 8 to 12: 0.5.
-    """
-    by_stream: dict[int, list[tuple[int, int]]] = {}
-    for stream, start, end in spans:
-        by_stream.setdefault(stream, []).append((start, end))
-    if len(by_stream) < 2:
-        return 0.0
-    busy = {stream: _merge(ranges) for stream, ranges in by_stream.items()}
-    compute = busy.pop(max(busy, key=lambda stream: _length(busy[stream])))
-    side = [each for ranges in busy.values() for each in ranges]
-    shared = sum(
-        max(0, min(end, other_end) - max(start, other_start))
-        for start, end in side
-        for other_start, other_end in compute
-    )
-    return shared / _length(side)
-
-
-def _merge(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _length(ranges: Iterable[tuple[int, int]]) -> int:
-    return sum(end - start for start, end in ranges)
-
-
-def trace(step: Step, path: Path | None = None) -> list[Span]:
-    """Profile two steps; return what ran on the device, and export a Chrome trace to `path`."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for _ in range(2):
-            step()
-        torch.cuda.synchronize()
-    if path is not None:
-        profiler.export_chrome_trace(str(path))
-    results = profiler.profiler.kineto_results
-    return [
-        (event.device_resource_id(), event.start_ns(), event.end_ns())
-        for event in results.events()
-        # A range of the user's is shown on the device too.
-        if event.device_type() is torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
-    ]
 
 
 @dataclass

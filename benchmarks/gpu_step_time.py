@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu_runs, peers, report
-from benchmarks.gpu_runs import Memory, Step
+from benchmarks.gpu_runs import Memory
+from tests.common.gpu_steps import Step, overlap, trace
 
 GOALS = {"bare": 1.02, "fsdp2": 0.97}  # of ours
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parse the options, measure, report."""
     parser = report.make_parser(__doc__)
     parser.add_argument("--group", default="fake", help="fake (8 ranks) or nccl (1 rank)")
-    parser.add_argument("--model", default="1b", help="out of benchmarks/models.py")
+    parser.add_argument("--model", default="1b", help="out of tests/common/models.py")
     parser.add_argument("--rounds", type=int, default=10, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=5, help="steps per peer and round")
     parser.add_argument("--peers", default="bare,fsdp2,ours", help="comma-separated")
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.trace.parent.mkdir(parents=True, exist_ok=True)
         for name in names:
             path = args.trace.with_name(f"{args.trace.name}.{name}.json.gz")
-            overlapped[name] = gpu_runs.overlap(gpu_runs.trace(steps[name], path))
+            overlapped[name] = overlap(trace(steps[name], path))
     losses = {name: step().item() for name, step in steps.items()}
     goals = ", ".join(f"<= {goal:.2f} of {name}" for name, goal in GOALS.items())
     markdown = report.header(

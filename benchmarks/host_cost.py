@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import peers, report
-from benchmarks.models import MatrixChain
 from benchmarks.rounds import Samples, interleave, ratios
+from tests.common.models import MatrixChain
 
 GOALS = {1: 0.25, 9: 0.25, 32: 0.30}  # ours / FSDP2, by parameters per unit
 

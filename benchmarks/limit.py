@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import report
-from benchmarks.models import param_nbytes
 from composable_shard import count_collectives
+from tests.common.models import param_nbytes
 
 COLUMNS = (
     *("peer", "MB to each other rank", "messages", "step ms", "compute alone", "wire alone"),

@@ -39,8 +39,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from benchmarks import malloc_counter, peers, report
 from benchmarks.formulas import FORMULAS, Sizes
-from benchmarks.models import Layer, make_batch, make_llama
 from benchmarks.ranks import run_ranks
+from tests.common.models import LlamaLayer, make_batch, make_llama
 
 Levels = dict[str, int]  # bytes, by column
 
@@ -71,7 +71,7 @@ def build(model_name: str, peer: str, *, is_checkpointed: bool) -> nn.Module:
     """Return a peer's model."""
     model = make_llama(model_name)
     if is_checkpointed:
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Layer))
+        apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, LlamaLayer))
     return peers.build(peer, model)
 
 

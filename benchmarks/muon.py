@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from benchmarks import report
-from benchmarks.models import make_batch, make_llama
 from benchmarks.ranks import run_ranks, timed_together
 from composable_shard import FlatShard, count_collectives, fully_shard
+from tests.common.models import make_batch, make_llama
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _LR, _DECAY, _MOMENTUM = 1e-3, 0.1, 0.95

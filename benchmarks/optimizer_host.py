@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import peers, report
-from benchmarks.models import make_batch, make_llama
 from benchmarks.rounds import Samples, interleave, ratios
+from tests.common.models import make_batch, make_llama
 
 FORMS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},

@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import peers, report
-from benchmarks.models import make_batch, make_llama
 from benchmarks.ranks import run_ranks, timed_together
 from benchmarks.rounds import interleave, ratios
 from composable_shard import count_collectives
+from tests.common.models import make_batch, make_llama
 
 PEERS = ("ours", "fsdp2", "plain")
 

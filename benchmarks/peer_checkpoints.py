@@ -38,9 +38,9 @@ from torch import Tensor, nn
 
 from benchmarks import malloc_counter, peers, report
 from benchmarks.checkpoint_io import counts
-from benchmarks.models import make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
 from composable_shard import load_checkpoint
+from tests.common.models import make_llama, param_nbytes
 
 KEYS = ("", "exp_avg", "exp_avg_sq")  # the weights, and AdamW's state
 STEP = 3

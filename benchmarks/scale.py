@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import malloc_counter, peers, report
-from benchmarks.free_group import FreeGroup, free_world
-from benchmarks.models import (
+from benchmarks.ranks import run_ranks
+from tests.common.free_group import FreeGroup, free_world
+from tests.common.models import (
     CONFIGS,
     MatrixChain,
     Sum,
@@ -43,7 +44,6 @@ from benchmarks.models import (
     make_llama,
     param_nbytes,
 )
-from benchmarks.ranks import run_ranks
 
 Costs = dict[str, float]  # CPU seconds
 NUM_PARAMS = 9

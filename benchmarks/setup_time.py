@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import malloc_counter, peers, report
-from benchmarks.models import make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
 from benchmarks.rounds import ratios
+from tests.common.models import make_llama, param_nbytes
 
 SLICES = ":slices"  # of a peer that fills its slices independently of all others
 STARTS = ("CPU", "meta")
@@ -102,7 +102,7 @@ def measure_memory(rank: int, model_name: str, name: str, start: str) -> Figures
 def main() -> None:
     """Parse the options, measure, report."""
     parser = report.make_parser(__doc__)
-    parser.add_argument("--model", default="big", help="a name in benchmarks/models.py")
+    parser.add_argument("--model", default="big", help="a name in tests/common/models.py")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
     parser.add_argument("--peers", default="fsdp2,ours", help="fsdp2 and others")
     args = parser.parse_args()

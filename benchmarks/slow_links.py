@@ -36,9 +36,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.drills.cut_link import HOSTS, MISSING, PORT, Hosts, can_run, ip
-from benchmarks.models import CONFIGS, Llama, make_batch, make_llama, param_nbytes
 from benchmarks.report import emit, header, make_parser, spread, table
 from composable_shard import MixedPrecisionPolicy, fully_shard
+from tests.common.models import CONFIGS, Llama, make_batch, make_llama, param_nbytes
 
 RANKS_PER_HOST = 2
 WORLD_SIZE = RANKS_PER_HOST * len(HOSTS)

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import limit, peers, report
-from benchmarks.models import make_batch, make_llama
 from benchmarks.ranks import run_ranks
+from tests.common.models import make_batch, make_llama
 
 Trainer = tuple[nn.Module, torch.optim.Optimizer]
 

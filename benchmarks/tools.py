@@ -41,10 +41,10 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks import malloc_counter, report
 from benchmarks.ranks import run_ranks
 from composable_shard import is_sharded
-from tests.ecosystem.programs import as_torchrun_starts
-from tests.ecosystem.tools import (
+from tests.common.trainers import (
     BY_FSDP2,
     accelerate_with_fsdp2,
+    as_torchrun_starts,
     forget_accelerators,
     installed,
     make_tokenizer,

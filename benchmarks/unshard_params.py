@@ -26,9 +26,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from benchmarks import malloc_counter, report, ways
-from benchmarks.models import make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
 from composable_shard import unshard_params
+from tests.common.models import make_llama, param_nbytes
 
 
 @contextmanager

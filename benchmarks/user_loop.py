@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import peers, report
-from benchmarks.models import make_batch, make_llama
+from tests.common.models import make_batch, make_llama
 
 REFERENCE = "ddp"
 VARIANTS: dict[str, dict[str, str]] = {  # environment of the processes

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import malloc_counter, peers
-from benchmarks.models import make_llama
+from tests.common.models import make_llama
 
 T = TypeVar("T")
 Ways = Mapping[str, tuple[str, Callable[[nn.Module], Any]]]  # by name: of `peers`, and what to do

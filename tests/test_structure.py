@@ -159,6 +159,34 @@ def test_each_numbered_claim_stands_for_a_test() -> None:
     assert len(listed) == len(set(listed))
 
 
+def _imported_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(_parsed(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_tests_and_benchmarks_share_one_folder() -> None:
+    """`tests/common`, which imports nothing of either; `tests/benchmarks` tests the benchmarks."""
+    allowed = {
+        "tests/common": ("tests.common",),
+        "tests/benchmarks": ("tests", "benchmarks"),
+        "tests": ("tests",),
+        "benchmarks": ("benchmarks", "tests.common"),
+    }
+    root = TESTS.parent
+    wrong = []
+    for path in (*TESTS.rglob("*.py"), *(root / "benchmarks").rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        may = next(allowed[folder] for folder in allowed if name.startswith(f"{folder}/"))
+        for module in _imported_modules(path):
+            is_ours = module.split(".")[0] in ("tests", "benchmarks")
+            if is_ours and not any(f"{module}.".startswith(f"{each}.") for each in may):
+                wrong.append(f"{name} {module}")
+    assert wrong == []
+
+
 def test_index_of_benchmarks_names_each() -> None:
     """And nothing else."""
     folder = TESTS.parent / "benchmarks"

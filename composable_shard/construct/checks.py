@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import CodeType
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from composable_shard.comm import ShardGroup
 from composable_shard.construct.originals import Original, Plan, values_of
 from composable_shard.flat_param import Extension, UnshardedParameter, is_shown_by_scope
-from composable_shard.runtime import class_without_hooks, find_applied, has_forward, read_state
+from composable_shard.runtime import find_applied, read_state
 from composable_shard.tensor import refuse_flat_dtensors
 from composable_shard.torch_private import post_accumulate_hooks_of, storage_of
 
@@ -45,6 +46,7 @@ def check_modules(modules: list[nn.Module]) -> None:
     """Check that modules can be one unit: not sharded yet, and with calls that run hooks."""
     for module in modules:
         kind = type(module).__name__
+        # Before `find_applied`, which finds our own mark too and would name torch.
         if read_state(module) is not None:
             raise ValueError(
                 f"fully_shard was already applied to this {kind}; it can be applied to a module "
@@ -67,7 +69,7 @@ def check_modules(modules: list[nn.Module]) -> None:
                 "it: `for child in container: fully_shard(child)`, or "
                 "`fully_shard(list(container))` to make them one unit."
             )
-        if (owner := class_without_hooks(module)) is not None:
+        if (owner := _class_without_hooks(module)) is not None:
             raise NotImplementedError(
                 f"{kind} can't be a unit: {owner.__qualname__}.__call__ does not call "
                 "nn.Module's, so its calls run no hooks and would never gather the unit. Call "
@@ -97,6 +99,7 @@ def check_params(originals: list[Original], shard_group: ShardGroup | None) -> N
                 f"parameter '{fqn}' is the full form of one that a unit manages already, shown by "
                 "unshard, unshard_params or a forward. Shard before that, inner modules first."
             )
+        # Before `values_of`, in which torch raises an error of its own for these.
         if not is_plain and isinstance(param, UninitializedParameter):
             raise ValueError(
                 f"parameter '{fqn}' has no shape yet (a lazy module). Run one forward before "
@@ -191,3 +194,35 @@ def _check_devices(originals: list[Original], shard_group: ShardGroup | None) ->
                 f"parameters {names} are on {device}, but the mesh is of device type "
                 f"'{shard_group.device.type}'. Move them there, or to the CPU, before fully_shard."
             )
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether calling `module` runs a forward, its own or its class's."""
+    # torch.compile(module) has one as an attribute.
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _class_without_hooks(module: nn.Module) -> type | None:
+    """Return the class whose `__call__` runs no hooks of nn.Module, as gpytorch's; None without.
+
+    One that passes the call on runs them, and one without code to look at may.
+    """
+    # In the order in which Python runs them: the first that does not pass the call on decides.
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            return None
+        code = getattr(vars(kind).get("__call__"), "__code__", None)
+        if "__call__" not in vars(kind):
+            continue
+        names = set() if code is None else _names_in(code)
+        if "super" not in names:
+            return kind if code is not None and _PASSES_ON.isdisjoint(names) else None
+    return None
+
+
+_PASSES_ON = {"__call__", "_call_impl", "_wrapped_call_impl"}
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names, *(name for each in inner for name in _names_in(each))}

@@ -38,9 +38,9 @@ from composable_shard.options import (
 from composable_shard.runtime import (
     apply_policy,
     attach_state,
-    find_small_group,
     get_handles,
     join_owners,
+    make_small_group,
     read_state,
     rename,
     share_context,
@@ -189,7 +189,7 @@ def form_unit(
     """
     shard_group = find_shard_group(options)
     plan = plan_unit(modules, options, shard_group.size, shard_group)
-    find_small_group(shard_group, plan.reshard_after_forward)
+    make_small_group(shard_group, plan.reshard_after_forward)
     if options.separate_reduce_group:
         shard_group = shard_group.with_reduce_group()
     # Tensors made inside inference mode, or kept from it, could not be trained or written.
@@ -218,9 +218,9 @@ def _form(plan: Plan, shard_group: ShardGroup, undo: ExitStack) -> None:
     join_owners(share_context(modules), [item.handle for item in plan.borrowed])
     number = shard_group.next_unit_number()
     for handle in state.handles:
-        handle.label.take_number(number)
-    undo.callback(shard_group.note_unit_number, number - 1)
-    shard_group.note_unit_number(number)  # last: a call that failed on some ranks is not counted
+        handle.label.set_number(number)
+    undo.callback(shard_group.count_unit, number - 1)
+    shard_group.count_unit(number)  # last: a call that failed on some ranks is not counted
 
 
 def find_shard_group(options: UnitOptions) -> ShardGroup:

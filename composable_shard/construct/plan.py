@@ -60,6 +60,7 @@ def plan_unit(
     plan = _find_params(modules, options, inner, managed)
     _find_kept(plan)
     check_scripted(plan)
+    # First of what reads values: it finds the extensions, without which `dense` is the wrapper.
     check_params(plan.originals, shard_group)
     check_forwards_write_nothing(plan.unmanaged_modules)
     plan.reshard_after_forward = check_reshard_after_forward(

@@ -7,7 +7,7 @@ rooms of their own: `flat_form`, `pending_gradients`, `scopes` and `scope_params
 `precision`, `host_gradient`, `owners`, `extended_gathers`.
 """
 
-import composable_shard.flat_param.observers  # answers to profilers
+import composable_shard.flat_param.profiler_ranges  # answers to profilers
 from composable_shard.flat_param.entries import ParamEntry, dense_stride
 from composable_shard.flat_param.extended_gathers import Extension
 from composable_shard.flat_param.flat_form import (

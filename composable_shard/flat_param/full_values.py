@@ -289,7 +289,9 @@ class FullValues:
         if gather is not None:
             collectives.abandon(gather)
         elif self.is_sharded:
-            collectives.settle(self.shard.shard_group.group)  # an interrupt may have lost one
+            collectives.wait_for_interrupted(
+                self.shard.shard_group.group
+            )  # an interrupt may have lost one
         if streams is not None:
             torch.accelerator.current_stream().wait_stream(streams.unshard_stream)
         self._gather = self._part = None
@@ -404,7 +406,7 @@ class FullValues:
 
 def _watch_writes(full: FullValues) -> None:
     # Weak: a parameter, which leads to the guard, may outlive its module.
-    full.shard.guard.at_next_write(partial(_note_write, weakref.ref(full)))
+    full.shard.guard.at_next_write("full values", partial(_note_write, weakref.ref(full)))
 
 
 def _note_write(full_ref: weakref.ref[FullValues]) -> None:

@@ -289,7 +289,7 @@ class FlatReduction:
         self._scatter = self._all_reduce = None
         group = self.shard_group
         for each in (*(group.group,) * (group.size > 1), *group.replicate_groups):
-            collectives.settle(each)  # an interrupt may have lost a collective
+            collectives.wait_for_interrupted(each)  # an interrupt may have lost a collective
         if self._read is not None:
             # The stream may read buffers that are about to be reused.
             torch.accelerator.current_stream().wait_stream(self._read[0])

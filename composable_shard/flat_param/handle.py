@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from composable_shard.comm import ShardGroup, Streams, note_setting
+from composable_shard.comm import ShardGroup, Streams, enter_setting
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
 from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, HOLDS_TERMS, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
@@ -135,7 +135,6 @@ class FlatParamHandle:
         self.shown = ShownParams(self.entries, flat, self.guard, shows_flat=shows_flat)
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
         self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
-        self.grads.reduction.settings = self.settings
         self.initial = InitialValues(self.guard)
         step_hooks.keep_for(self, has_owned=self.has_owned)
         self.is_attached = False
@@ -247,6 +246,7 @@ class FlatParamHandle:
             sharded, used = flat
             flat = FlatEntry(sharded, sharded._shard_spec, shard_view=sharded._local, used=used)
         self._reset(flat, shows_flat=shows_flat)
+        self.take_settings(self.settings)
         self.shown.set_flat_slot(flat_slot)
         with torch.inference_mode(False), torch.no_grad():
             self.rebuild_shard()
@@ -327,7 +327,7 @@ class FlatParamHandle:
             self._adopt_requires_grad()
             adopt_hooks(self.shown)
             # A backward keeps buffers whose parameters were frozen: the next forward frees them.
-            self.guard.note_attributes(self.guard.is_backward_running)
+            self.guard.set_new_attributes(self.guard.is_backward_running)
 
     def _adopt_shown_flags(self, where: str) -> None:
         changed = self.full.params.changed_flags()
@@ -344,7 +344,7 @@ class FlatParamHandle:
         is_trainable = any(flags)
         if shown.agreed_flags is not None and flags != shown.agreed_flags:
             groups = self.shard_group.group, *self.shard_group.joint_groups
-            note_setting(f"requires_grad of unit '{self.name}' set to {flags}", groups)
+            enter_setting(f"requires_grad of unit '{self.name}' set to {flags}", groups)
             shown.remember_agreed_flags()
         for entry, flag in zip(self.entries, flags, strict=True):
             set_requires_grad(entry.sharded, flag)
@@ -373,7 +373,7 @@ class FlatParamHandle:
             self.rebuild_shard(self.full)  # each old slice is freed as its parameter leaves it
             if self.on_gradient is not None:
                 self._build_unsharded_params()
-        self.guard.note_attributes(True)
+        self.guard.set_new_attributes(True)
         self.is_attached = self.on_gradient is not None  # last, as in `attach`
 
     def rebuild_shard(self, before: FullValues | None = None) -> None:

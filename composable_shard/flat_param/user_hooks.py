@@ -41,7 +41,7 @@ def run_gradient_hooks(shown: ShownParams) -> None:
     """
     entries = _with_hooks(shown.at_rest)
     if not entries:
-        shown.guard.note_no_hooks()
+        shown.guard.set_no_hooks()
     for entry in entries:
         if entry.sharded.grad is not None:
             for hook in list((post_accumulate_hooks_of(entry.sharded) or {}).values()):

@@ -117,7 +117,7 @@ def writeback(module: nn.Module, *, recurse: bool = False, with_grads: bool = Fa
     for state in states:
         _check_can_write_back(state, with_grads)
     with torch.no_grad():
-        for handle in dict.fromkeys(h for state in states for h in state.needed):
+        for handle in dict.fromkeys(h for state in states for h in state.needed_handles):
             handle.full.write_back()
             if with_grads:
                 write_unsharded_gradients(handle)
@@ -135,7 +135,7 @@ def _check_can_write_back(state: ShardState, with_grads: bool) -> None:
             "first, and writeback(module) before reshard(module)."
         )
     check_is_idle(state.context, "writeback can't run")
-    for handle in state.needed:
+    for handle in state.needed_handles:
         handle.shown.check_registered()
         handle.full.params.check_can_write_back()
         if not handle.full.can_write_back:

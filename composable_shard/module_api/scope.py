@@ -52,7 +52,7 @@ class FullParamsScope:
         self.states = states
         # The handles shown, in order, each with its unit; for a borrowed parameter, the whole
         # handle that owns it.
-        self.handles = list(dict.fromkeys(h for state in states for h in state.needed))
+        self.handles = list(dict.fromkeys(h for state in states for h in state.needed_handles))
         self.contexts = list(dict.fromkeys(s.context for s in states if s.context is not None))
         # Full parameters by handle; empty on ranks that show shards
         self.full: dict[FlatParamHandle, ScopeParams] = {}

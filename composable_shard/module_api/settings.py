@@ -22,7 +22,7 @@ from composable_shard.runtime import (
     ShardState,
     apply_policy,
     check_is_idle,
-    note_setting,
+    compare_setting,
     select_states,
 )
 
@@ -48,7 +48,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     states = select_states(module, recurse=True)
     before = [state.settings.requires_gradient_sync for state in states]
-    note_setting(states, "no_sync()", any(before))
+    compare_setting(states, "no_sync()", any(before))
     try:
         try:
             for state in states:
@@ -59,7 +59,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     finally:
         # Again: if an interrupt had cut it off, backwards would never reduce.
         _set_syncs(states, before)
-        note_setting(states, "the end of no_sync()", any(before))
+        compare_setting(states, "the end of no_sync()", any(before))
 
 
 def _set_syncs(states: list[ShardState], flags: list[bool]) -> None:
@@ -144,7 +144,7 @@ def set_reshard_after_forward(
     checked = {size: check_reshard_after_forward(flag, size) for size in sizes}
     freeing = [state for state in states if state.options.strategy.facts.frees_params]
     is_new = any(state.settings.reshard_after_forward != flag for state in freeing)
-    note_setting(states, f"set_reshard_after_forward({flag})", is_new)
+    compare_setting(states, f"set_reshard_after_forward({flag})", is_new)
     for state in states:
         for handle in state.handles[:1]:  # all handles of a unit have one shard group
             apply_policy(state, checked[handle.shard_group.size])
@@ -220,7 +220,7 @@ def _set_flag(states: Sequence[ShardState], name: str, value: object) -> None:
 def _set(states: Sequence[ShardState], name: str, value: object, shown: str = "") -> None:
     """Change a setting of units; if only some ranks change it, the ranks' comparison raises."""
     is_new = any(getattr(state.settings, name) != value for state in states)
-    note_setting(states, f"set_{name}{shown or f'({value})'}", is_new)
+    compare_setting(states, f"set_{name}{shown or f'({value})'}", is_new)
     for state in states:
         state.change(**{name: value})
 
@@ -264,6 +264,7 @@ def register_comm_hook(
     states = select_states(module, recurse)
     for context in {each.context for each in states if each.context is not None}:
         check_is_idle(context, "a comm hook can't be registered or taken away")
+    # All units are checked before the first gets the hook; the note names what the record then has.
     for each in states if hook is not None else ():
         if each.settings.comm_hook is not None:
             name = each.settings.hook_name
@@ -274,4 +275,4 @@ def register_comm_hook(
             )
     for each in states:
         each.change(comm_hook=None if hook is None else (hook, state))
-    note_setting(states, f"register_comm_hook() of {states[0].settings.hook_name}", is_new=True)
+    compare_setting(states, f"register_comm_hook() of {states[0].settings.hook_name}", is_new=True)

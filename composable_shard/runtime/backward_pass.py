@@ -119,7 +119,7 @@ class BackwardPass:
             self.makes_graph = True
             for handle in self.context.live_handles():
                 handle.full.serve_graphs()
-        for handle in state.needed:
+        for handle in state.needed_handles:
             handle.full.serve_graphs()  # a write may have ended this since
 
     # Units begin and end
@@ -143,7 +143,7 @@ class BackwardPass:
         A handle that several units compute with (tied weights) ends with the first of their calls;
         -1, where no call is known, stands for the end of the backward. [Note: End of a unit]
         """
-        for handle in state.needed:
+        for handle in state.needed_handles:
             item = self.queue.items.get(handle)
             if item is None:
                 continue  # borrowed from a unit that no longer exists

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from composable_shard.comm import FlagReduction, Ranks, ShardGroup, compare_units
 from composable_shard.flat_param import FlatParamHandle, has_gradient_hooks
+from composable_shard.options import UnitSettings
 from composable_shard.runtime.unit import ShardState, StateRef
 from composable_shard.runtime.whole_model import raise_unmanaged
 
@@ -36,11 +37,14 @@ def check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
     for state in states:
         if state.buffers is not None:
             lines = mesh_of(state.buffers.shard_group).lines
-            lines.extend(f"{line} {describe_options(state)}" for line in state.buffers.describe())
+            lines.extend(
+                f"{line} {describe_options(state, state.settings)}"
+                for line in state.buffers.describe()
+            )
         for handle in state.handles:
             mesh = mesh_of(handle.shard_group)
             mesh.handles.append(handle)
-            mesh.lines.extend(handle.describe_entries(describe_options(state)))
+            mesh.lines.extend(handle.describe_entries(describe_options(state, handle.settings)))
             mesh.initial.extend(handle.initial.take())
     for mesh in meshes.values():
         mesh.lines.extend(f"'{name}' is managed by no unit" for name in unmanaged)
@@ -48,7 +52,7 @@ def check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
         mesh.lines.extend(f"{h.label.text} of the units over these ranks" for h in mesh.handles)
         has_hooks = [has_gradient_hooks(handle.shown) for handle in mesh.handles]
         any_hooks = compare_units(mesh.ranks, mesh.lines, any(has_hooks), mesh.initial)
-        mesh.note_number()
+        mesh.set_first_calls()
         if any_hooks:
             flags = FlagReduction(
                 [
@@ -63,9 +67,12 @@ def check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
         raise_unmanaged(unmanaged, states)
 
 
-def describe_options(state: ShardState) -> str:
-    """Return the options that all ranks must agree on."""
-    settings = state.settings
+def describe_options(state: ShardState, settings: UnitSettings) -> str:
+    """Return the options that all ranks must agree on.
+
+    The settings are those of one of the unit's handles, which may differ from the unit's where a
+    setter was interrupted.
+    """
     text = (
         f"in unit '{state.name}' strategy={state.options.strategy.name} "
         f"reshard_after_forward={settings.reshard_after_forward}{state.options.describe()}"
@@ -103,8 +110,8 @@ class _Mesh:
     lines: list[str] = field(default_factory=list)
     initial: list[tuple[str, int | None]] = field(default_factory=list)
 
-    def note_number(self) -> None:
+    def set_first_calls(self) -> None:
         """Note the number of the collective in which the ranks have just compared the handles."""
         number = self.ranks.num_collectives
         for handle in self.handles:
-            handle.label.note_call(number)
+            handle.label.set_first_call(number)

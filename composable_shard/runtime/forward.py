@@ -124,7 +124,7 @@ def _prepare_in_backward(state: ShardState, module: nn.Module) -> None:
     context = share_context([module]) if state.context is None else state.context
     if context.backward is None and context.call is None and not context.entered:
         _prepare(context, state, module)
-    for handle in state.needed:
+    for handle in state.needed_handles:
         handle.adopt_changes()
 
 
@@ -160,16 +160,16 @@ def _number_call(context: TreeContext, state: ShardState, call: ForwardCall[Shar
         state.last_call = last_call = UnitCall(graphs.num_calls)
         graphs.num_calls += 1
         call.innermost = CallReached(state, last_call, call.innermost)
-        top, known = top_saved_tensors_hooks(False), state.known_forwards
+        top, known = top_saved_tensors_hooks(False), state.inspection
         may_begin = top is not None or known.is_watched or known.keeps_hooks
-        if may_begin and known.begin(state.name, state.needed, top):
+        if may_begin and known.begin(state.name, state.needed_handles, top):
             last_call.region = graphs.enter_region(outermost_region(), state.ref)
     elif is_in_function():
         graphs.may_recompute.add(state.ref)
 
 
 def _unshard(context: TreeContext, state: ShardState, call: ForwardCall[ShardState]) -> None:
-    needed = state.needed
+    needed = state.needed_handles
     for handle in needed:
         handle.adopt_changes()
         if handle.shown.scope is not None:
@@ -199,7 +199,7 @@ def _show_scopes(state: ShardState) -> None:
     Raises:
         RuntimeError: If the forward records a graph, or this rank has no full values.
     """
-    for handle in state.needed:
+    for handle in state.needed_handles:
         scope = handle.shown.scope
         if scope is None:
             continue
@@ -246,7 +246,7 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
         reached = None  # this call records no graph
     state.transition(TrainingState.IDLE)
     state.modules_to_run -= 1
-    is_armed, known = False, state.known_forwards
+    is_armed, known = False, state.inspection
     has_hooks = known.hooks is not None
     try:
         if has_hooks:
@@ -283,10 +283,10 @@ def _leave_pass(
     """Release the unit's claim on its full parameters, at the end of its forward or on error."""
     state.modules_to_run = state.num_modules
     if state.is_in_pass:
-        for handle in state.needed:
+        for handle in state.needed_handles:
             handle.full.readers.claims.discard((FORWARD, state.ref))
         try:
-            for handle in state.needed:
+            for handle in state.needed_handles:
                 if handle.full.readers.claims:
                     continue
                 is_edited = handle.adopt_shown_changes("in forward", keeps=True)
@@ -295,7 +295,7 @@ def _leave_pass(
                 if handle.full.params.aliases.left:
                     keep_left_gradients(handle)
         finally:
-            for handle in state.needed:
+            for handle in state.needed_handles:
                 if keeps and not handle.full.readers.claims:
                     handle.shown.show_sharded()
                 else:
@@ -335,7 +335,7 @@ def _recover_interrupted_call(context: TreeContext) -> None:
     if context.has_aborted:
         drop_aborted(context)
     for other in reversed(alive(context.entered)):
-        other.known_forwards.end(other.name, None)
+        other.inspection.end(other.name, None)
         # After a KeyboardInterrupt the post-forward hook has not run.
         other.depth = 0
         if other.training_state is TrainingState.FORWARD:

@@ -49,7 +49,7 @@ def choose_ahead(
     for target in upcoming:
         if target is None or target is state or (not targets and target in prefetched):
             break
-        for handle in target.needed:
+        for handle in target.needed_handles:
             nbytes += handle.full.buffer.nbytes
         if targets and nbytes > state.options.prefetch_nbytes:
             break
@@ -79,7 +79,7 @@ def gather_ahead(
             continue
         # Enter the unit before its gathers, so that they are freed if one of them fails.
         prefetched[target] = are_chosen or prefetched.get(target, False)
-        for handle in target.needed:
+        for handle in target.needed_handles:
             if handle.is_attached and handle.shown.state is Shown.SHARDED:
                 if when == "forward":
                     handle.adopt_changes()
@@ -124,7 +124,7 @@ def gather_in_backward(
         following: For each unit, the unit that is expected after it.
     """
     state.transition(TrainingState.PRE_BACKWARD)
-    for handle in state.needed:
+    for handle in state.needed_handles:
         if handle.guard.has_new_attributes:
             handle.adopt_changes()
         # Decide by `shown.state`, which is equal on all ranks, not by `full.state`, which is not:
@@ -159,7 +159,7 @@ def drop_prefetched(
         if unused in keeps or (is_chosen and keeps_chosen):
             continue
         is_idle = unused.training_state is TrainingState.IDLE
-        for handle in unused.needed if is_idle else ():
+        for handle in unused.needed_handles if is_idle else ():
             # A unit that shares the handle (tied weights) may compute with it.
             is_used = bool(handle.full.readers.claims) or handle.shown.is_unsharded
             if is_used:
@@ -207,6 +207,8 @@ def return_to_idle(context: TreeContext) -> None:
         if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
         for handle in state.handles:
+            # Of each handle: writes are refused until then, also where the unit's end has freed the
+            # values and nothing is left to release.
             handle.guard.set_in_backward(False)
             is_freed = handle.full.state is FullState.FREED
             if handle.shown.state is not Shown.SHARDED or not is_freed:
@@ -223,11 +225,11 @@ def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:
         return
     state.change(reshard_after_forward=value)
     for handle in state.handles:
-        handle.full.set_small_group(find_small_group(handle.shard_group, value))
+        handle.full.set_small_group(make_small_group(handle.shard_group, value))
 
 
-def find_small_group(shard_group: ShardGroup, value: ReshardAfterForward) -> SmallGroup | None:
-    """Return the group of n neighbouring ranks for a checked number n; None for other values."""
+def make_small_group(shard_group: ShardGroup, value: ReshardAfterForward) -> SmallGroup | None:
+    """Make the group of n neighbouring ranks for a checked number n; None for other values."""
     if value is None or isinstance(value, bool):
         return None
     return SmallGroup.of(shard_group, value)

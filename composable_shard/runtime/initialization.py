@@ -76,7 +76,7 @@ def _watch(context: TreeContext, outermost: nn.Module) -> None:
     """Note what is in a tree, and what is in an unsharded module around it."""
     modules = alive(context.modules)
     around = modules if read_state(outermost) is not None else [outermost]
-    context.around = dict.fromkeys(map(weakref.ref, around))
+    context.callers = dict.fromkeys(map(weakref.ref, around))
     for module in dict.fromkeys([*modules, *around]):
         note_contents(module)
 
@@ -155,7 +155,7 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
         exchange_always(_always_checked(context.live_states()))
         for handle in context.live_handles():
             handle.shown.remember_agreed_flags()
-            handle.guard.take_new()  # ranks may have initialised by themselves
+            handle.guard.pop_writes()  # ranks may have initialised by themselves
         if any(handle.grads.is_persistent for handle in context.live_handles()):
             context.reduction_order = ReductionOrder()
 

@@ -374,6 +374,9 @@ class ReductionQueue:
 
         One all-reduce for each process group: a byte for each parameter, and one more.
         """
+        # Before any return: all ranks count here how many units have ended. The rest is packed
+        # before `used` is read. Flags are entered in the context before they are waited for: an
+        # interrupt leaves them to `return_to_idle`.
         self.collect()
         state, handle = item.state, item.handle
         if not handle.shown.has_early_hooks or item.stage in EARLY:

@@ -68,7 +68,7 @@ class SavedValues:
 
     def __init__(
         self,
-        known: KnownForwards,
+        known: Inspection,
         name: str,
         handles: Sequence[FlatParamHandle],
         *,
@@ -218,7 +218,7 @@ def _addresses(tensor: Any) -> list[int]:
         return []
 
 
-class KnownForwards:
+class Inspection:
     """What earlier forwards have shown about late readers of a unit's full values.
 
     A copy learns anew, except for `backward_hooks`.
@@ -253,7 +253,7 @@ class KnownForwards:
         self.late_output = ""
 
     def __reduce__(self) -> Any:
-        return KnownForwards, (self.backward_hooks,)
+        return Inspection, (self.backward_hooks,)
 
     def begin(self, name: str, handles: Sequence[FlatParamHandle], top: Hooks | None) -> bool:
         """Push hooks if this call of a unit needs them; return whether others are in force."""
@@ -286,7 +286,7 @@ class KnownForwards:
         self.hooks = None
         self.refuses_hooks = True
 
-    def note_late_output(self, what: str) -> None:
+    def set_late_output(self, what: str) -> None:
         """Note what the last forward returned that may read values later."""
         self.late_output = what
 
@@ -349,6 +349,8 @@ def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
         for item in list(vars(each).values()):
             if type(item) in _PLAIN:
                 continue
+            # The module's dicts of parameters and buffers are among the Mappings. A shard in them
+            # is of no graph; the full parameters are the caller's to leave out.
             found = item if isinstance(item, (list, tuple)) else (item,)
             if isinstance(item, Mapping):
                 found = list(item.values())

@@ -18,7 +18,7 @@ from composable_shard.runtime.buffer_broadcast import BufferBroadcast
 from composable_shard.runtime.forward_call import ForwardCall
 from composable_shard.runtime.open_graphs import OpenGraphs, UnitCall, alive
 from composable_shard.runtime.reduction_order import ReductionOrder
-from composable_shard.runtime.saved_values import KnownForwards
+from composable_shard.runtime.saved_values import Inspection
 from composable_shard.runtime.training_state import MOVES, TrainingState
 from composable_shard.torch_private import backward_hooks_of
 
@@ -35,16 +35,16 @@ class ShardState:
         borrowed: Handles of other units whose parameters this unit shows too (tied weights); it
             gathers them for its own forward and backward, their owner reduces their gradients.
         ignored: Places of parameters of its modules that were left out on purpose.
-        needed: handles + borrowed: all handles whose full parameters this unit computes with.
+        needed_handles: handles + borrowed: those whose full parameters this unit computes with.
         settings: What the setters have changed.
         buffers: Broadcasts its buffers before forwards; None if not requested.
         has_buckets: Its handles are buckets, which may be reduced before its end.
         depth: Number of running calls of its modules.
         is_in_pass: A forward of its modules claims its full parameters.
         last_call: Its last graph-recording call.
-        known_forwards: What is known of reads of its full parameters, [Note: Aliases].
+        inspection: What is known of reads of its full parameters, [Note: Aliases].
         forward_order: The units in the order of the last call that this unit led.
-        load_call: Missing keys and prefix of the last load_state_dict, from `note_load`.
+        load_call: Missing keys and prefix of the last load_state_dict, from `set_load_call`.
     """
 
     def __init__(
@@ -54,22 +54,21 @@ class ShardState:
         handles: list[FlatParamHandle],
         borrowed: list[FlatParamHandle],
         *,
-        has_buckets: bool,
         buffers: BufferBroadcast | None,
     ) -> None:
         self.name = type(modules[0]).__name__
         self.options = options
         self.handles = handles
         self.borrowed = borrowed
-        self.needed = handles + borrowed
+        self.needed_handles = handles + borrowed
         self.ignored: list[Slot] = []
         self.settings = UnitSettings()
         self.change(reshard_after_forward=options.reshard_after_forward)
         self.buffers = buffers
-        self.has_buckets = has_buckets
+        self.has_buckets = options.bucket_cap_mb is not None
         parts = [part for module in modules for part in module.modules()]
         hooks = [each for part in parts for each in backward_hooks_of(part)]
-        self.known_forwards = KnownForwards(hooks)
+        self.inspection = Inspection(hooks)
         self.num_modules = self.modules_to_run = len(modules)
         self.training_state = TrainingState.IDLE
         self.is_in_pass = False
@@ -87,12 +86,14 @@ class ShardState:
     @property
     def is_in_scope(self) -> bool:
         """Whether `unshard_params` shows any of its handles, borrowed ones included."""
-        return any([handle.shown.scope is not None for handle in self.needed])
+        return any([handle.shown.scope is not None for handle in self.needed_handles])
 
     @property
     def is_held(self) -> bool:
         """Whether `unshard` claims its full parameters, until `reshard`."""
-        return all([(HELD, self.ref) in handle.full.readers.claims for handle in self.needed])
+        return all(
+            [(HELD, self.ref) in handle.full.readers.claims for handle in self.needed_handles]
+        )
 
     def change(self, **settings: Any) -> None:
         """Change some of the unit's `settings`, and those of its handles with them."""
@@ -110,20 +111,20 @@ class ShardState:
 
     def hold(self) -> None:
         """Claim the full parameters until `let_go`, for `unshard`."""
-        for handle in self.needed:
+        for handle in self.needed_handles:
             handle.full.readers.claims.add((HELD, self.ref))
 
     def let_go(self) -> None:
         """Give up the claim of `hold`, if there is one; frees nothing."""
         claim = HELD, self.ref
-        held = [handle for handle in self.needed if claim in handle.full.readers.claims]
+        held = [handle for handle in self.needed_handles if claim in handle.full.readers.claims]
         for handle in held:
             handle.full.readers.claims.discard(claim)
         for handle in held:
             if not handle.full.readers.claims:
                 handle.adopt_shown_changes("between unshard and reshard")
 
-    def note_load(self, missing_keys: list[str], prefix: str) -> None:
+    def set_load_call(self, missing_keys: list[str], prefix: str) -> None:
         """Note a load_state_dict: its missing keys, and the prefix below which all is loaded."""
         self.load_call = missing_keys, prefix
 
@@ -173,7 +174,7 @@ class TreeContext:
 
     Attributes:
         modules: Weak references to the outermost modules.
-        around: Weak references to the outermost modules, sharded or not, whose calls run these;
+        callers: Weak references to the outermost modules, sharded or not, whose calls run these;
             each call checks them for added and removed modules.
         states: The units, outermost first.
         device: Device on which the units compute.
@@ -194,7 +195,7 @@ class TreeContext:
         self, modules: list[nn.Module], states: list[ShardState], device: torch.device
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
-        self.around: dict[weakref.ref[nn.Module], None] = {}
+        self.callers: dict[weakref.ref[nn.Module], None] = {}
         self.states: list[StateRef] = [state.ref for state in states]
         self.device = device
         self.call: ForwardCall[ShardState] | None = None
@@ -215,7 +216,7 @@ class TreeContext:
             state.context = self
         self.modules = [ref for ref in self.modules + other.modules if ref() is not None]
         self.states = [ref for ref in self.states + other.states if ref() is not None]
-        self.around |= other.around
+        self.callers |= other.callers
         other.modules, other.states, other.graphs = [], [], OpenGraphs()
         self.has_agreed = self.has_agreed and other.has_agreed
         self.is_checked = self.is_checked and other.is_checked
@@ -230,7 +231,7 @@ class TreeContext:
         compared with the other ranks'.
         """
         other.modules, other.has_changed = [], False
-        self.around = dict(other.around)
+        self.callers = dict(other.callers)
         if are_known:
             self.has_agreed = self.is_checked = True
             self.reduction_order = other.reduction_order and ReductionOrder()
@@ -256,7 +257,7 @@ class TreeContext:
 
     def watched_modules(self) -> list[nn.Module]:
         """Return the modules in which a call looks for new contents and for units taken out."""
-        return alive(dict.fromkeys([*self.around, *self.modules]))
+        return alive(dict.fromkeys([*self.callers, *self.modules]))
 
     def live_states(self) -> list[ShardState]:
         """Return the units that still exist."""

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.step_counter import is_inside_collective
 from composable_shard import clip_grad_norm_, fully_shard, get_handles, no_sync
 from composable_shard.comm.messages import exchange
 from composable_shard.comm.order import GroupOrder
 from composable_shard.comm.trace import CollectiveLog, Event, count_collectives, trace_events
+from tests.common.step_counter import is_inside_collective
 from tests.harness.ranks import distributed
 from tests.programs.models import FailingMode, Net, rank_input
 
@@ -164,7 +164,7 @@ def test_sends_are_posted_before_receives() -> None:
     """Posted first, receives would wake the other rank for each: benchmarks/wire.py."""
     group = Mock()
     order = GroupOrder()
-    order.note(0)
+    order.enter(0)
     exchange([(1, torch.ones(2)), (2, torch.ones(2))], [(1, torch.ones(2))], group, order).wait()
     posted = [name for name, *_ in group.mock_calls if name in ("send", "recv")]
     assert posted == ["send", "send", "recv"]

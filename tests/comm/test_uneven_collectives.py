@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.free_group import FreeGroup
 from composable_shard import FlatLayout
 from composable_shard.comm import algorithms, collectives, devices
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param.gradient_reduction import FlatReduction
+from tests.common.free_group import FreeGroup
 from tests.harness.assertions import assert_equal
 from tests.harness.pairs import pairwise
 from tests.harness.ranks import distributed

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from composable_shard.flat_param import storage
-from tests import device
+from tests.common import device
 from tests.device.mutations import REFERENCES, Site, find_sites, left_out
 from tests.device.programs import PROGRAMS
 from tests.device.running import on_device

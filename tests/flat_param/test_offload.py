@@ -412,7 +412,7 @@ def test_a_guard_waits_for_each_copy_once() -> None:
     """Copies that nobody waited for do not pile up."""
     guard, waited = WriteGuard(), []
     for number in range(9):
-        guard.note_read(partial(waited.append, number))
+        guard.add_read(partial(waited.append, number))
     assert waited == list(range(5))
     guard.note_write("p")
     guard.note_write("p")

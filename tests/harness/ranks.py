@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests import device as accelerator
-from tests.device import build
+from tests.common import device as accelerator
+from tests.common.device import build
 from tests.harness import workers
 from tests.harness.fork_server import ForkServer
 from tests.harness.workers import (
@@ -88,7 +88,7 @@ def run_ranks(
 def run_ranks_on_device(
     mode: str, world_size: int, fn: Callable[..., Any], /, *args: Any, timeout: float, **kwargs: Any
 ) -> list[Any]:
-    """As `run_ranks`, where ranks have the device of `tests.device`, whose streams are late.
+    """As `run_ranks`, where ranks have the device of `tests.common.device`, whose streams are late.
 
     The default group has a backend for the device too, and `device()` is the device. Freed memory
     is filled with NaN. An error that a stream meets after `fn` has returned is an error of `fn`.
@@ -159,8 +159,8 @@ def distributed(
     Args:
         world_sizes: How many ranks.
         on_device: Whether some cases run once more in workers that have the device of
-            `tests.device`, each in one of `DEVICE_MODES`, in turn. There `device()`, `rank_input`
-            and the models of `Twins`, `make_net` and `seeded` are the device's.
+            `tests.common.device`, each in one of `DEVICE_MODES`, in turn. There `device()`,
+            `rank_input` and the models of `Twins`, `make_net` and `seeded` are the device's.
         timeout: Of each call, in seconds.
     """
 

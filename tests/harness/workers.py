@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import device as accelerator
+from tests.common import device as accelerator
 from tests.harness import fork_server
 from tests.harness.poison import SWITCH, poisoned
 

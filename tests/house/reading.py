@@ -29,8 +29,10 @@ from tests.house.steps import Entered
 
 __all__ = [
     "FEATURES",
+    "READING_PATH",
     "bare_branchy_functions",
     "files_of_features",
+    "named_on_the_path",
     "num_code_lines",
     "plain_path",
 ]
@@ -50,6 +52,33 @@ FEATURES = {
     "small group": r"(\w+_)?small_group|SmallGroup|keeps_part|PARTIAL",
     "second stage": r"(copy_to_)?replicate(_group)?s|(\w+_)?second_stage|is_deferred|\.partial|"
     r"(\w+_)?requires_all_reduce",
+}
+
+# The files that a newcomer reads, in this order, and the features that each still names: a file
+# that names none must go on doing so, and a feature that has left a file leaves the list too.
+READING_PATH: dict[str, set[str]] = {
+    "construct/forming.py": {"flat form", "buckets", "small group"},
+    "construct/build.py": {"flat form"},
+    "layout/flat_layout.py": set(),
+    "flat_param/handle.py": {
+        *("flat form", "pending gradients", "scopes", "small group", "second stage")
+    },
+    "runtime/unit.py": {"scopes", "buckets", "agreed order"},
+    "runtime/forward.py": {"scopes", "agreed order"},
+    "runtime/gathers.py": {"small group"},
+    "flat_param/full_values.py": {"small group"},
+    "comm/collectives.py": set(),
+    "flat_param/shown.py": {"flat form", "scopes", "early hooks"},
+    "runtime/backward.py": {"scopes", "buckets", "early hooks"},
+    "flat_param/gradients.py": {"flat form", "pending gradients", "second stage"},
+    "runtime/reduction_queue.py": {
+        *("pending gradients", "buckets", "early hooks", "agreed order", "second stage")
+    },
+    "flat_param/gradient_reduction.py": {"second stage"},
+    "runtime/backward_pass.py": {
+        *("pending gradients", "early hooks", "agreed order", "second stage")
+    },
+    "tensor/flat_shard.py": set(),
 }
 
 
@@ -96,6 +125,15 @@ def files_of_features(tree: Tree, core: Set[str]) -> dict[str, list[str]]:
             if hits := sorted(word for word in words if re.fullmatch(pattern, word)):
                 found[name].append(f"{source.path}: {', '.join(hits)}")
     return found
+
+
+def named_on_the_path(tree: Tree, core: Set[str]) -> dict[str, set[str]]:
+    """Return the features that each file of `READING_PATH` names, in its order."""
+    features = files_of_features(tree, core).items()
+    return {
+        path: {name for name, files in features if any(each.startswith(path) for each in files)}
+        for path in READING_PATH
+    }
 
 
 def _identifiers(source: Source) -> Iterator[str]:

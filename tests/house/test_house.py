@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+import composable_shard
 from tests.house import figures as house
 from tests.house import reading
 from tests.house.source import Tree, num_statements
@@ -235,6 +237,20 @@ def test_every_feature_is_found_somewhere(measured: house.House) -> None:
     """A pattern of no file would hold nothing."""
     for name in reading.FEATURES:
         assert measured.figures[f"files of {name}"] > 0, name
+
+
+def test_the_reading_path_names_no_further_feature() -> None:
+    """What has left a file leaves the list in `tests/house/reading.py`, and does not come back."""
+    tree = Tree(Path(composable_shard.__file__).parent)
+    assert reading.named_on_the_path(tree, house.CORE) == reading.READING_PATH
+
+
+def test_the_architecture_begins_with_the_reading_path() -> None:
+    """Its first table has the files in their order."""
+    text = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
+    table = text.partition("## Read these files in this order")[2].partition("\n## ")[0]
+    links = re.findall(r"^\| \d+ \| \[([a-z_/]+\.py)\]", table, re.MULTILINE)
+    assert links == [*reading.READING_PATH]
 
 
 def test_branchy_functions_are_bare_without_a_comment(tmp_path: Path) -> None:

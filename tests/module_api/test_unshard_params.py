@@ -182,7 +182,9 @@ def _snapshot_of_scope(model: nn.Module) -> list[Any]:
 
 def _shown_names(model: nn.Module, recurse: bool) -> set[str]:
     states = get_states(model) if recurse else get_states(model)[:1]
-    return {str(e.label) for state in states for handle in state.needed for e in handle.entries}
+    return {
+        str(e.label) for state in states for handle in state.needed_handles for e in handle.entries
+    }
 
 
 def _check_inside(model: nn.Module, flags: dict[str, bool]) -> None:
@@ -244,7 +246,7 @@ def _assert_is_slice(shard: Tensor, full: Tensor, name: str) -> None:
 def _gathered(model: nn.Module, flags: dict[str, bool]) -> tuple[list[FlatParamHandle], ...]:
     """Return the handles whose values, and whose gradients, the scope has to gather."""
     states = get_states(model) if flags["recurse"] else get_states(model)[:1]
-    handles = list(dict.fromkeys(handle for state in states for handle in state.needed))
+    handles = list(dict.fromkeys(handle for state in states for handle in state.needed_handles))
     with_grad = {name for name, (_, grad) in _expected().items() if grad is not None}
     have_grads = [h for h in handles if with_grad & {str(e.label) for e in h.entries}]
     if dist.get_world_size() == 1:

@@ -30,7 +30,7 @@ from composable_shard import (
     shard_model,
 )
 from composable_shard.comm.trace import trace_events
-from composable_shard.layout.flat_layout import cut_buckets
+from composable_shard.layout.buckets import cut_buckets
 from tests.harness.assertions import Planned, assert_equal
 from tests.harness.memory import peak_bytes
 from tests.harness.pairs import pairwise

@@ -810,7 +810,7 @@ def test_a_new_group_of_the_same_name_is_in_step() -> None:
     old, new = (cast(Any, _Group()) for _ in range(2))
     for group in (old, old, new, new):
         order = order_of(group)
-        order.note(0)
+        order.enter(0)
         exchange([(1, torch.ones(1))], [], group, order).wait()
     assert old.tags[0] != old.tags[1]
     assert new.tags == old.tags

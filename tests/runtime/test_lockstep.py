@@ -154,7 +154,7 @@ def test_dies_a_store_that_does_not_answer_holds_nobody_up(
     watch = object.__new__(watching._Watch)
     watch._store, watch._key = _SilentStore(), "key"
     group = dist.group.WORLD
-    order_of(group).note(identify("the reduction of unit 'head'", "all_reduce", 8))
+    order_of(group).enter(identify("the reduction of unit 'head'", "all_reduce", 8))
     text = watch.explain(group, "Timed out.")
     assert text.startswith("the reduction of unit 'head' (all_reduce of 8 bytes), called at ")
     assert "test_lockstep.py:" in text
@@ -198,9 +198,9 @@ def test_ranks_agree_on_tags_only_in_step() -> None:
     one, other = GroupOrder(), GroupOrder()
     first, second = identify("a", "all_gather", 8), identify("b", "all_gather", 8)
     for order in (one, other):
-        order.note(first)
+        order.enter(first)
     assert one.recent() == other.recent() == [(0, 1, "a (all_gather of 8 bytes)")]
-    one.note(second)
+    one.enter(second)
     one.fold()
     assert one.num_issued == 2
     assert [call for _, call, _ in one.recent()] == [-1, 0]

@@ -63,7 +63,7 @@ def why_unavailable() -> str:
 
 def _cache() -> Path:
     """Return the checkout's folder for what is built, or the user's where that is read-only."""
-    checkout = Path(__file__).parents[2]
+    checkout = Path(__file__).parents[3]
     if os.access(checkout, os.W_OK):
         return checkout / "build" / "device"
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "composable_shard"

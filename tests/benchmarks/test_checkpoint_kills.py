@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness.drills import run_benchmark
+from tests.benchmarks.running import run_benchmark
 
 _BETWEEN_OPERATIONS = "one rank, between operations", "all ranks, between operations"
 

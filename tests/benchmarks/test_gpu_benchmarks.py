@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_graph, gpu_step_time
-from benchmarks.gpu_runs import overlap
+from tests.common.gpu_steps import overlap
 
 
 @pytest.mark.parametrize("benchmark", [gpu_step_time, gpu_graph])

@@ -22,8 +22,6 @@ import torch
 
 import composable_shard
 from benchmarks import scale
-from benchmarks.free_group import free_world
-from benchmarks.models import Sum, SumChain, make_llama, param_nbytes
 from composable_shard import (
     clip_grad_norm_,
     fully_shard,
@@ -40,6 +38,8 @@ from composable_shard.comm import identity_exchange
 from composable_shard.comm.order import all_orders
 from composable_shard.options import Granularity
 from composable_shard.runtime import forward
+from tests.common.free_group import free_world
+from tests.common.models import Sum, SumChain, make_llama, param_nbytes
 
 _PACKAGE = str(Path(composable_shard.__file__).parent)
 RANKS = (16, 16_384)

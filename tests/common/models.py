@@ -67,7 +67,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-class Layer(nn.Module):
+class LlamaLayer(nn.Module):
     """A pre-norm transformer block of nine parameters: 4 attention, 3 SwiGLU, 2 norms."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -92,7 +92,7 @@ class Llama(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocabulary, config.dim)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(LlamaLayer(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.dim)
         self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
         self.loss_chunks = config.loss_chunks
@@ -158,8 +158,8 @@ class MatrixChain(nn.Module):
 
     def __init__(self, num_layers: int, num_params: int, dim: int = 16) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_matrices(num_params, dim) for _ in range(num_layers))
-        self.tail = _matrices(num_params, dim)
+        self.layers = nn.ModuleList(_equal_matrices(num_params, dim) for _ in range(num_layers))
+        self.tail = _equal_matrices(num_params, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, D) to a scalar."""
@@ -168,7 +168,7 @@ class MatrixChain(nn.Module):
         return self.tail(x).sum()
 
 
-def _matrices(num_params: int, dim: int) -> nn.Sequential:
+def _equal_matrices(num_params: int, dim: int) -> nn.Sequential:
     matrices = nn.Sequential(*(nn.Linear(dim, dim, bias=False) for _ in range(num_params)))
     for matrix in matrices:
         nn.init.eye_(matrix.weight)  # a long chain must neither vanish (denormals) nor explode

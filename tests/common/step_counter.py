@@ -61,12 +61,12 @@ class StepCounter(TorchDispatchMode):
     ) -> Any:
         """Run the operator and record it."""
         kwargs = kwargs or {}
-        storages = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        storages = {_storage(tensor) for tensor in _tensors_in((args, kwargs))}
         result = func(*args, **kwargs)
         if func.namespace == "c10d":
             self._record_collective(func.overloadpacket.__name__, args)
         elif not self._is_excluded() and func.overloadpacket.__name__ not in _ALLOCATIONS:
-            new = [tensor for tensor in _tensors(result) if _storage(tensor) not in storages]
+            new = [tensor for tensor in _tensors_in(result) if _storage(tensor) not in storages]
             written = [*new, *_mutated(func, args, kwargs, result)]
             self.written[str(func)] += sum(_local(tensor).nbytes for tensor in written)
         return result
@@ -95,14 +95,14 @@ class StepCounter(TorchDispatchMode):
     def _record_collective(self, name: str, args: tuple[Any, ...]) -> None:
         kind, index = _COLLECTIVES.get(name, (name, 0))
         self.issued[kind] += 1
-        self.payload[kind] += sum(tensor.nbytes for tensor in _tensors(args[index]))
+        self.payload[kind] += sum(tensor.nbytes for tensor in _tensors_in(args[index]))
 
     def counts(self) -> Counts:
         """Return number and bytes of every kind of collective."""
         return {kind: [self.issued[kind], self.payload[kind]] for kind in sorted(self.issued)}
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
@@ -121,4 +121,4 @@ def _mutated(func: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> Iter
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = kwargs.get(argument.name) if argument.kwarg_only else args[position : position + 1]
-        yield from _tensors(given)
+        yield from _tensors_in(given)

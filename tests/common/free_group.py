@@ -87,8 +87,8 @@ def free_world(size: int, rank: int = 0) -> Iterator[FreeGroup]:
         dist.destroy_process_group()
 
 
-def _make(store: object, rank: int, size: int, timeout: timedelta) -> FreeGroup:
+def _make_free_group(store: object, rank: int, size: int, timeout: timedelta) -> FreeGroup:
     return FreeGroup(rank, size)
 
 
-dist.Backend.register_backend(_NAME, _make, devices=["cpu"])
+dist.Backend.register_backend(_NAME, _make_free_group, devices=["cpu"])

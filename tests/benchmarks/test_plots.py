@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks import plots
 from benchmarks.formulas import Sizes
-from benchmarks.models import make_llama
 from benchmarks.plots import Bar
+from tests.common.models import make_llama
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PICTURES = sorted((ROOT / "docs" / "pictures").iterdir())
 
 

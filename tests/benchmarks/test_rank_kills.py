@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness.drills import run_benchmark
+from tests.benchmarks.running import run_benchmark
 
 
 @pytest.mark.long
