@@ -178,7 +178,7 @@ class FlatGradients:
         return IN_VALUES if packing is not None and self.views is packing.places else IN_OWN
 
     @property
-    def waits(self) -> bool:
+    def waits_for_reduction(self) -> bool:
         """Whether gradients wait for a reduction, or for its second stage.
 
         The same on all ranks that ran the same backwards, even if some dropped gradients since.
@@ -188,7 +188,7 @@ class FlatGradients:
     @property
     def is_idle(self) -> bool:
         """Whether there are no gradients but those that are published."""
-        return self.round is NONE and self.reduced is None and not self.waits
+        return self.round is NONE and self.reduced is None and not self.waits_for_reduction
 
     def postpone(self) -> None:
         """Note that a backward leaves gradients to a later reduction."""

@@ -284,7 +284,7 @@ class FlatParamHandle:
         # handle holds the leaf; one strong reference would leak the unit for ever.
         full.params.hook_gradients(weakref.ref(self))
         self.requires_grad = any(trainable_flags(self.shown))
-        if self.requires_grad or self.grads.waits:
+        if self.requires_grad or self.grads.waits_for_reduction:
             self._bind_gradients()
         else:
             self.grads.release()

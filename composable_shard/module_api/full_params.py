@@ -143,7 +143,7 @@ def _check_can_write_back(state: ShardState, with_grads: bool) -> None:
                 "optimizer.step(), after unshard(module): writeback would overwrite that. Call "
                 "reshard(module) and unshard(module) before editing."
             )
-        if with_grads and handle.grads.waits and any(handle.grads.used):
+        if with_grads and handle.grads.waits_for_reduction and any(handle.grads.used):
             raise RuntimeError(
                 f"gradients of unit '{state.name}' are those that no_sync keeps until "
                 "they are reduced. Run a backward that reduces them before writeback, or call "

@@ -95,7 +95,7 @@ def _reduce_all(handles: list[tuple[ShardState, FlatParamHandle]]) -> list[FlatP
         [
             (
                 handle.shard_group,
-                [int(flag) for flag in (handle.grads.waits, *handle.grads.used)],
+                [int(flag) for flag in (handle.grads.waits_for_reduction, *handle.grads.used)],
             )
             for _, handle in handles
         ],

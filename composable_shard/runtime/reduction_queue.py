@@ -226,7 +226,7 @@ class ReductionQueue:
                 self.accumulates = (
                     self.accumulates
                     or handle.will_get_gradient()
-                    or (item.is_reduced and handle.grads.waits)
+                    or (item.is_reduced and handle.grads.waits_for_reduction)
                 )
                 if state.has_buckets and item.is_reduced:
                     buckets.append(item)

@@ -43,7 +43,7 @@ MANY_BRANCHES = 6
 FEATURES = {
     "flat form": r"shows_flat|flat_slot|Flat(Entry|Slot|Form)|\w+_FLAT|use_orig_params|\.flat|"
     r"(\w+_)?(show|hide|set|make)_(flat|originals)(_\w+)?",
-    "pending gradients": r"is_unsynced|marks|PendingGradient|postpone|\.waits|"
+    "pending gradients": r"is_unsynced|marks|PendingGradient|postpone|waits_for_reduction|"
     r"((un)?mark|forget|drop|hide|show)_pending(_\w+)?|pending_values",
     "scopes": r"(is_)?in_scope|(\w+_)?scope(_params)?|Scope(Params)?|SCOPE(_FLAT)?",
     "buckets": r"(\w+_)?buckets?(_\w+)?",
