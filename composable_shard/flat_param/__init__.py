@@ -36,7 +36,6 @@ from composable_shard.flat_param.pending_gradients import (
     forget_pending,
     keep_left_gradients,
     mark_pending,
-    needs_reduction,
     pending_values,
     unmark_pending,
     unmarked,
@@ -52,6 +51,7 @@ from composable_shard.flat_param.readers import (
     NESTED,
     RESHARD,
 )
+from composable_shard.flat_param.round import Round
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.scopes import (
     check_scope,

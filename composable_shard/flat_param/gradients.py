@@ -34,6 +34,7 @@ from composable_shard.flat_param.grad_pieces import (
 from composable_shard.flat_param.gradient_reduction import FlatReduction, ScratchPool
 from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.flat_param.readers import BACKWARD, HIDDEN_ALIAS, LATE_GRAPH
+from composable_shard.flat_param.round import IN_OWN, IN_VALUES, NONE, REDUCING, Round
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.layout import FlatLayout
@@ -163,10 +164,31 @@ class FlatGradients:
         return list(map(or_, self.was_used, self.arrived)) if any(self.arrived) else self.was_used
 
     @property
-    def is_in_place(self) -> bool:
-        """Whether a round packs gradients in the place of the values."""
+    def round(self) -> Round:
+        """Where the round's gradients are; it moves as `ROUND_MOVES` says.
+
+        It follows from what each move sets anyway, so a step pays nothing for it. Beside it stands
+        what earlier rounds have left: `reduced`, `reduction.partial`, and `is_unsynced`.
+        """
+        if self.reduction.output is not None:
+            return REDUCING
+        if self.views is None:
+            return NONE
         packing = self.packing
-        return packing is not None and self.views is packing.places
+        return IN_VALUES if packing is not None and self.views is packing.places else IN_OWN
+
+    @property
+    def waits_for_reduction(self) -> bool:
+        """Whether gradients wait for a reduction, or for its second stage.
+
+        The same on all ranks that ran the same backwards, even if some dropped gradients since.
+        """
+        return self.is_unsynced or self.reduction.partial is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there are no gradients but those that are published."""
+        return self.round is NONE and self.reduced is None and not self.waits_for_reduction
 
     def postpone(self) -> None:
         """Note that a backward leaves gradients to a later reduction."""

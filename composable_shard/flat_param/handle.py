@@ -285,8 +285,7 @@ class FlatParamHandle:
         # handle holds the leaf; one strong reference would leak the unit for ever.
         full.params.hook_gradients(weakref.ref(self))
         self.requires_grad = any(trainable_flags(self.shown))
-        is_pending = self.grads.is_unsynced or self.grads.reduction.partial is not None
-        if self.requires_grad or is_pending:
+        if self.requires_grad or self.grads.waits_for_reduction:
             self._bind_gradients()
         else:
             self.grads.release()
@@ -490,9 +489,7 @@ class FlatParamHandle:
 def _gradient_layout(handle: FlatParamHandle) -> FlatLayout:
     """Return the layout without frozen parameters, except any whose gradients wait."""
     flags, grads = trainable_flags(handle.shown), handle.grads
-    waiting = grads.views, grads.reduced, grads.reduction.output, grads.reduction.partial
-    is_idle = not grads.is_unsynced and all(each is None for each in waiting)
-    if handle.guard.is_backward_running or not is_idle:
+    if handle.guard.is_backward_running or not grads.is_idle:
         flags = list(map(or_, flags, map(bool, grads.layout.numels)))
     return handle.layout if handle.shown.flat is not None else handle.layout.keep(flags)
 

@@ -17,14 +17,6 @@ from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.tensor import hide_pending, own_gradient, show_pending
 
 
-def needs_reduction(handle: FlatParamHandle) -> bool:
-    """Return whether gradients of the handle wait for a reduction.
-
-    The same on all ranks that ran the same backwards, even if some have dropped gradients since.
-    """
-    return handle.grads.is_unsynced or handle.grads.reduction.partial is not None
-
-
 def mark_pending(handle: FlatParamHandle) -> None:
     """Make `.grad` a PendingGradient for each parameter at rest with a waiting gradient."""
     grads, shown = handle.grads, handle.shown

@@ -15,7 +15,6 @@ from composable_shard.flat_param import (
     check_can_show_flat,
     check_can_show_originals,
     make_flat_entry,
-    needs_reduction,
     show_flat,
     show_in_scope,
     show_originals,
@@ -144,7 +143,7 @@ def _check_can_write_back(state: ShardState, with_grads: bool) -> None:
                 "optimizer.step(), after unshard(module): writeback would overwrite that. Call "
                 "reshard(module) and unshard(module) before editing."
             )
-        if with_grads and needs_reduction(handle) and any(handle.grads.used):
+        if with_grads and handle.grads.waits_for_reduction and any(handle.grads.used):
             raise RuntimeError(
                 f"gradients of unit '{state.name}' are those that no_sync keeps until "
                 "they are reduced. Run a backward that reduces them before writeback, or call "

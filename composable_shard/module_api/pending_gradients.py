@@ -10,7 +10,6 @@ from composable_shard.flat_param import (
     FlatParamHandle,
     drop_pending,
     forget_pending,
-    needs_reduction,
     pending_values,
     run_gradient_hooks,
     unmark_pending,
@@ -96,7 +95,7 @@ def _reduce_all(handles: list[tuple[ShardState, FlatParamHandle]]) -> list[FlatP
         [
             (
                 handle.shard_group,
-                [int(flag) for flag in (needs_reduction(handle), *handle.grads.used)],
+                [int(flag) for flag in (handle.grads.waits_for_reduction, *handle.grads.used)],
             )
             for _, handle in handles
         ],

@@ -20,7 +20,6 @@ from composable_shard.comm import FlagReduction
 from composable_shard.flat_param import (
     FlatParamHandle,
     mark_pending,
-    needs_reduction,
     unmark_pending,
 )
 from composable_shard.runtime.aborted import drop_aborted, note_abort
@@ -174,7 +173,7 @@ class BackwardPass:
         item.position = CLOSED
         if not handle.full.readers.claims and not handle.full.params.is_locked:
             handle.adopt_shown_changes("in a backward hook")
-        if item.is_reduced and (handle.requires_grad or needs_reduction(handle)):
+        if item.is_reduced and (handle.requires_grad or handle.grads.waits_for_reduction):
             self.queue.end(item)
         elif handle.requires_grad and self.queue.accumulates:
             handle.grads.postpone()
@@ -285,7 +284,8 @@ class BackwardPass:
         still_open = [
             item
             for item in self._open
-            if item.is_reduced and (item.handle.requires_grad or needs_reduction(item.handle))
+            if item.is_reduced
+            and (item.handle.requires_grad or item.handle.grads.waits_for_reduction)
         ]
         for item in [*queue.agreed, *still_open, *unsynced]:
             if item.position == CLOSED and item not in queue.issued:

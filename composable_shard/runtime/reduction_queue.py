@@ -64,7 +64,7 @@ from composable_shard.flat_param import (
     HIDDEN_ALIAS,
     KEEP_MEMORY,
     FlatParamHandle,
-    needs_reduction,
+    Round,
     run_gradient_hooks,
 )
 from composable_shard.runtime.gathers import release_after_backward
@@ -226,7 +226,7 @@ class ReductionQueue:
                 self.accumulates = (
                     self.accumulates
                     or handle.will_get_gradient()
-                    or (item.is_reduced and needs_reduction(handle))
+                    or (item.is_reduced and handle.grads.waits_for_reduction)
                 )
                 if state.has_buckets and item.is_reduced:
                     buckets.append(item)
@@ -348,7 +348,7 @@ class ReductionQueue:
         self.issued.pop(item, None)
         context, handle = self._context, item.handle
         # Packing in place overwrote the values.
-        keeps = not handle.grads.is_in_place if is_early else item.keeps_values
+        keeps = handle.grads.round is not Round.IN_VALUES if is_early else item.keeps_values
         handle.grads.issue(
             context.streams,
             context.scratch,

@@ -43,8 +43,8 @@ MANY_BRANCHES = 6
 FEATURES = {
     "flat form": r"shows_flat|flat_slot|Flat(Entry|Slot|Form)|\w+_FLAT|use_orig_params|\.flat|"
     r"(\w+_)?(show|hide|set|make)_(flat|originals)(_\w+)?",
-    "pending gradients": r"is_unsynced|marks|PendingGradient|postpone|needs_reduction|"
-    r"(mark|settle|forget|drop|hide|show)_pending(_\w+)?|pending_values",
+    "pending gradients": r"is_unsynced|marks|PendingGradient|postpone|waits_for_reduction|"
+    r"((un)?mark|forget|drop|hide|show)_pending(_\w+)?|pending_values",
     "scopes": r"(is_)?in_scope|(\w+_)?scope(_params)?|Scope(Params)?|SCOPE(_FLAT)?",
     "buckets": r"(\w+_)?buckets?(_\w+)?",
     "early hooks": r"(\w+_)?early(_hooks)?|EarlyHooks",
