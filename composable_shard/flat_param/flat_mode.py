@@ -26,7 +26,8 @@ from composable_shard.flat_param.grad_pieces import (
 )
 from composable_shard.flat_param.grad_pieces import set_gradients as add_gradients
 from composable_shard.flat_param.handle import FlatParamHandle
-from composable_shard.flat_param.param_classes import ALL, UnshardedParameter
+from composable_shard.flat_param.kept_params import ALL
+from composable_shard.flat_param.param_classes import UnshardedParameter
 from composable_shard.flat_param.shown import check_flags, take_flags
 from composable_shard.tensor import (
     FlatShard,

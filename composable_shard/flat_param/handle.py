@@ -29,6 +29,7 @@ from composable_shard.flat_param.shown import (
     SHARDED,
     ShownParams,
     check_flags,
+    let_stand,
     take_flags,
     trainable_flags,
 )
@@ -45,6 +46,7 @@ from composable_shard.tensor import (
     step_hooks,
 )
 from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
     version_of,
     will_run_node,
 )
@@ -288,6 +290,8 @@ class FlatParamHandle:
         # Weak: the leaf holds its hooks where the garbage collector cannot see them, and the
         # handle holds the leaf; one strong reference would leak the unit for ever.
         full.params.hook_gradients(weakref.ref(self))
+        self.shown.notes = full.params.aliases
+        let_stand(self.shown)
         self.requires_grad = any(trainable_flags(self.shown))
         is_pending = self.grads.is_unsynced or self.grads.reduction.partial is not None
         if self.requires_grad or is_pending:
@@ -431,7 +435,7 @@ class FlatParamHandle:
         for entry in self.entries:
             param = entry.unsharded
             # It raises where autograd.grad() differentiates with respect to the parameter.
-            with suppress(RuntimeError):
+            with suppress(RuntimeError), DisableTorchFunctionSubclass():  # [Note: Kept objects]
                 if param is not None and param.requires_grad:
                     node = get_gradient_edge(param).node
                     if node is not None and will_run_node(node):

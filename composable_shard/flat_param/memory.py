@@ -51,6 +51,8 @@ from composable_shard.comm import (
 )
 from composable_shard.flat_param.entries import ParamEntry, zero_gaps
 from composable_shard.flat_param.full_values import FREED, FullState, FullValues
+from composable_shard.flat_param.kept_classes import ClassNotes
+from composable_shard.flat_param.kept_params import Kept, as_itself
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.unsharded_params import LOCKED, UnshardedParams
@@ -194,7 +196,7 @@ class Codec:
         def fill() -> None:
             sent.clear()  # the gathers have read it
             param = self._entry.unsharded
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), as_itself(param):
                 wrapped.fsdp_post_all_gather(self._outputs, metadata, self._dtype, out=param)
 
         return Then(works, fill)
@@ -220,6 +222,8 @@ class ExtendedParams(UnshardedParams):
         super().build(entries)
         param: Any = self.built[0]
         local = param._local_tensor if isinstance(param, DTensor) else param
+        if not isinstance(param, Kept):
+            self.aliases = ClassNotes(param)
         if is_traceable_wrapper_subclass(local):
             self.watched += tuple(getattr(local, name) for name in local.__tensor_flatten__()[0])
         self.versions = [version_of(each) for each in self.watched]

@@ -25,11 +25,17 @@ from composable_shard.flat_param.entries import (
     set_requires_grad,
     unhide,
 )
-from composable_shard.flat_param.kept_params import stand_for, stand_for_itself
+from composable_shard.flat_param.kept_params import run_on_shown
+from composable_shard.flat_param.param_classes import (
+    Aliases,
+    UnshardedDTensor,
+    UnshardedParameter,
+)
 from composable_shard.flat_param.scope_params import ScopeParams
-from composable_shard.tensor import WriteGuard
+from composable_shard.tensor import WriteGuard, is_trainable, share_attributes
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
+    disabled_torch_function,
     post_accumulate_hooks_of,
     pre_accumulate_hooks_of,
 )
@@ -83,6 +89,7 @@ class ShownParams:
         at_rest: The parameters that users and optimizers hold: the originals, or the flat one.
         scope: The open `unshard_params` scope, if any.
         flat_slot: Where the unit's module shows the flat parameter.
+        notes: Notes that the full parameters share, [Note: Kept objects].
         agreed_flags: `requires_grad` of the entries on all ranks; None before the ranks compared.
         has_early_hooks: Any rank has hooks on gradients; all ranks know, [Note: Early gradients].
     """
@@ -105,6 +112,7 @@ class ShownParams:
         self.shows_flat = shows_flat
         self.at_rest: Sequence[ParamEntry] = entries
         self.scope: Scope | None = None
+        self.notes = Aliases()
         self.agreed_flags: list[bool] | None = None
         self.has_early_hooks = False
         # container, key, at rest, unsharded
@@ -166,6 +174,7 @@ class ShownParams:
         for module_ref, name, _ in self._hidden:
             if (module := module_ref()) is not None:
                 module.__dict__.pop(name, None)
+        self.notes.torch_function = disabled_torch_function
         self.state = UNSHARDED
 
     def show_sharded(self) -> None:
@@ -181,6 +190,7 @@ class ShownParams:
         for module_ref, name, hidden in self._hidden:
             if (module := module_ref()) is not None:
                 module.__dict__[name] = hidden
+        self.notes.torch_function = run_on_shown
         self.state = SHARDED
 
     def show_unsharded_as(self, flat: nn.Parameter | None) -> None:
@@ -261,10 +271,10 @@ class ShownParams:
         self.scope = Scope(shown, full, self.state, [])
         self.guard.set_in_scope(True)
         for entry, param in zip(self.entries, shown, strict=True):
-            stand_for(entry.unsharded, param)
-        if self.flat is not None and self.flat.unsharded is not None:
-            stand_for(self.flat.unsharded, None)  # made when it is needed
+            if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
+                share_attributes(entry.unsharded, param)
         self.show_in_scope(shown, None)
+        let_stand(self)
 
     def show_in_scope(self, originals: Sequence[Tensor] | None, flat: Tensor | None) -> None:
         """Show these parameters, and expect them to stay until the scope's end."""
@@ -307,13 +317,15 @@ class ShownParams:
         if self.scope is None:
             return
         self.guard.set_in_scope(False)
-        for entry in self.entries if self.flat is None else [*self.entries, self.flat]:
-            stand_for_itself(entry.unsharded, entry.sharded)
+        for entry in self.entries:
+            if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
+                share_attributes(entry.unsharded, entry.sharded)
         self.state = self.scope.before
         self.hide_unshown()
         self.show_again()
         if not self.shows_flat:
             self.flat_slot.remove()
+        let_stand(self)
         self.scope = None  # last: whoever finds it after an interrupt repeats the rest
 
     # Gradients of hidden parameters, and hooks
@@ -345,7 +357,8 @@ class ShownParams:
             )
         for entry in self.entries:
             if pre_accumulate_hooks_of(entry.sharded) and not entry.runs_hooks:
-                _connect_hooks(entry)
+                with DisableTorchFunctionSubclass():  # [Note: Kept objects]
+                    _connect_hooks(entry)
 
     @property
     def has_gradient_hooks(self) -> bool:
@@ -363,6 +376,12 @@ class ShownParams:
             if entry.sharded.grad is not None:
                 for hook in list((post_accumulate_hooks_of(entry.sharded) or {}).values()):
                     hook(entry.sharded)
+
+
+def let_stand(shown: ShownParams) -> None:
+    """Let the full parameters stand for what modules show, unless they show these."""
+    shows_full = shown.state in (UNSHARDED, UNSHARDED_FLAT)
+    shown.notes.torch_function = disabled_torch_function if shows_full else run_on_shown
 
 
 def _with_hooks(entries: Sequence[ParamEntry]) -> list[ParamEntry]:
@@ -397,7 +416,7 @@ def take_flags(shown: ShownParams, flags: Sequence[bool]) -> None:
 
 
 def _connect_hooks(entry: ParamEntry) -> None:
-    if entry.unsharded is None or not entry.unsharded.requires_grad:
+    if entry.unsharded is None or not is_trainable(entry.unsharded):
         return
     # Weak, because a user's hook may refer to anything. Not to the parameter itself: `Module.to`
     # can't swap parameters with weak references.
@@ -411,7 +430,7 @@ def _connect_hooks(entry: ParamEntry) -> None:
             gradient = gradient if changed is None else changed
         return gradient
 
-    entry.unsharded.register_hook(run_hooks)
+    Tensor.register_hook(entry.unsharded, run_hooks)  # type: ignore[no-untyped-call]
     entry.runs_hooks = True
 
 

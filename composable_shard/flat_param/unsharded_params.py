@@ -9,7 +9,6 @@ from functools import partial
 from operator import gt
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -33,6 +32,7 @@ from composable_shard.tensor import (
     share_attributes,
 )
 from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
     post_accumulate_hooks_of,
     set_versions,
     version_of,
@@ -51,7 +51,8 @@ def _is_edited_by_data(param: nn.Parameter) -> bool:
 
 def _alias_of(param: nn.Parameter) -> Tensor:
     """Return the parameter's data (of a DTensor: the local part) under its version counter."""
-    alias = torch.Tensor.detach(param)
+    with DisableTorchFunctionSubclass():  # [Note: Kept objects]
+        alias = Tensor.detach(param)
     return alias.to_local() if isinstance(alias, DTensor) else alias
 
 
@@ -157,8 +158,9 @@ class UnshardedParams:
         """Set `requires_grad`; autograd asks for it before it accumulates a gradient."""
         self.has_late_reads |= any(map(gt, flags, self.flags))
         self.flags = list(flags)
-        for param, flag in zip(self.built, flags, strict=True):
-            param.requires_grad_(flag)
+        with DisableTorchFunctionSubclass():  # [Note: Kept objects]
+            for param, flag in zip(self.built, flags, strict=True):
+                Tensor.requires_grad_(param, flag)
         self.aliases.has_new_flags = False
 
     def note_late_reads(self) -> None:
