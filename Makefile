@@ -22,7 +22,7 @@ train: $(STAMP)
 		tutorials/train_language_model.py --ranks $$procs $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m tests.device
+	@$(BIN)/python -m tests.common.device
 	@$(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
 
 # On another torch, in an environment of its own:  make test-torch VERSION=2.11.0

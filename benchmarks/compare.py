@@ -31,8 +31,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -40,9 +38,11 @@ import torch.distributed.checkpoint.state_dict as torch_state_dict
 from torch import nn
 
 import composable_shard
-from benchmarks import malloc_counter, memory, peers, report, step_time
-from benchmarks.models import make_batch, make_llama, param_nbytes
+from benchmarks import malloc_counter, peers, report
+from benchmarks.memory import step as memory
 from benchmarks.ranks import run_ranks
+from benchmarks.step_time import gloo as step_time
+from tests.common.models import make_batch, make_llama, param_nbytes
 
 REFERENCE = "ddp"
 TOLERANCE = 1e-5

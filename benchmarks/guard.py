@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import malloc_counter, peers, report
-from benchmarks.models import MatrixChain, make_batch, make_llama
+from tests.common.models import MatrixChain, make_batch, make_llama
 
 _ROOT = Path(__file__).resolve().parents[1]
 _LIMIT = 1.05

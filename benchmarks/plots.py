@@ -32,20 +32,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import device_overlap, malloc_counter, memory, peers
-from benchmarks.formulas import Sizes
-from benchmarks.models import CONFIGS, Llama, make_batch, make_llama
+from benchmarks import malloc_counter, peers
+from benchmarks.communication import overlap as device_overlap
+from benchmarks.memory import step as memory
+from benchmarks.memory.formulas import Sizes
 from benchmarks.ranks import run_ranks
 from composable_shard import FlatShard, ShardingStrategy, estimate, fully_shard
 from composable_shard.layout import FlatLayout, balance
 from composable_shard.planning import by_class
-from tests import device
+from tests.common import device
+from tests.common.models import CONFIGS, Llama, make_batch, make_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 DARK, MIDDLE, LIGHT, PALE = "#16325c", "#3f7fbf", "#e8a33d", "#f3e3c3"  # by lightness

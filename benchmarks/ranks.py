@@ -1,6 +1,6 @@
 """Run a function in several processes over gloo: nothing hangs, nothing outlives its deadline.
 
-Or on the accelerator of threads that the tests have, `tests/device`, one for each process.
+Or on the accelerator of threads that the tests have, `tests/common/device`, one for each process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import device
+from tests.common import device
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 

@@ -35,7 +35,9 @@ def hardware() -> str:
 
 def header(title: str, *notes: str) -> str:
     """Return the title, the circumstances as a list, and the notes."""
-    command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    spec = sys.modules["__main__"].__spec__
+    name = "" if spec is None else spec.name.removesuffix(".__main__")
+    command = shlex.join(["python", "-m", name, *sys.argv[1:]])
     lines = [
         f"# {title}",
         "",

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 Samples = dict[str, list[float]]  # by peer: one figure per round
+
+
+def in_turn(names: Iterable[str], turn: int) -> list[str]:
+    """Return the names in order, but each round begins with another one."""
+    each = list(names)
+    shift = turn % len(each)
+    return each[shift:] + each[:shift]
 
 
 def interleave(timed: Mapping[str, Callable[[], float]], rounds: int, repeats: int) -> Samples:
@@ -25,8 +32,7 @@ def interleave(timed: Mapping[str, Callable[[], float]], rounds: int, repeats: i
     gc.collect()
     gc.freeze()  # what lives on is not to be scanned again at one peer's expense
     for turn in range(rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in in_turn(names, turn):
             gc.collect()
             samples[name].append(statistics.median(timed[name]() for _ in range(repeats)))
     gc.unfreeze()

@@ -16,7 +16,6 @@ import gc
 import importlib
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
@@ -25,16 +24,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import malloc_counter, peers, report
-from benchmarks.free_group import FreeGroup, free_world
-from benchmarks.models import (
+from benchmarks.ranks import run_ranks
+from tests.common.free_group import FreeGroup, free_world
+from tests.common.models import (
     CONFIGS,
     MatrixChain,
     Sum,
@@ -43,7 +41,6 @@ from benchmarks.models import (
     make_llama,
     param_nbytes,
 )
-from benchmarks.ranks import run_ranks
 
 Costs = dict[str, float]  # CPU seconds
 NUM_PARAMS = 9

@@ -13,20 +13,16 @@ Needs gcc and 6 GB of memory.
 from __future__ import annotations
 
 import gc
-import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from benchmarks import malloc_counter, peers, report
-from benchmarks.models import make_llama, param_nbytes
 from benchmarks.ranks import run_ranks
-from benchmarks.rounds import ratios
+from benchmarks.rounds import in_turn, ratios
+from tests.common.models import make_llama, param_nbytes
 
 SLICES = ":slices"  # of a peer that fills its slices independently of all others
 STARTS = ("CPU", "meta")
@@ -83,8 +79,7 @@ def measure_times(
         set_up("micro", name, start)  # what the peer imports and builds the first time
     samples: dict[str, list[Figures]] = {name: [] for name in names}
     for turn in range(rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in in_turn(names, turn):
             dist.barrier()
             figures = set_up(model_name, name, start)
             times = torch.tensor([figures["wall"], figures["cpu"]], dtype=torch.float64)
@@ -102,7 +97,7 @@ def measure_memory(rank: int, model_name: str, name: str, start: str) -> Figures
 def main() -> None:
     """Parse the options, measure, report."""
     parser = report.make_parser(__doc__)
-    parser.add_argument("--model", default="big", help="a name in benchmarks/models.py")
+    parser.add_argument("--model", default="big", help="a name in tests/common/models.py")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds")
     parser.add_argument("--peers", default="fsdp2,ours", help="fsdp2 and others")
     args = parser.parse_args()

@@ -29,8 +29,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -41,10 +39,10 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks import malloc_counter, report
 from benchmarks.ranks import run_ranks
 from composable_shard import is_sharded
-from tests.ecosystem.programs import as_torchrun_starts
-from tests.ecosystem.tools import (
+from tests.common.trainers import (
     BY_FSDP2,
     accelerate_with_fsdp2,
+    as_torchrun_starts,
     forget_accelerators,
     installed,
     make_tokenizer,

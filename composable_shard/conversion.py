@@ -266,6 +266,7 @@ def _describe_peer(reader: PeerReader, *, lists_tensors: bool) -> Iterator[str]:
         yield f"note: {text}"
     if reader.left:
         yield f"not read: {', '.join(reader.left)}"
+    # Last: there may be thousands.
     for key, stored in reader.metadata.tensors.items() if lists_tensors else ():
         shape = "x".join(map(str, stored.shape)) or "scalar"
         yield f"  {key}: {shape} {_short(stored.dtype)}"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from composable_shard import ShardingStrategy
-from tests.harness import helpers
+from tests.harness import ranks, workers
 from tests.harness.fake_group import fake_group
 from tests.harness.pairs import GridRows, two_of_each
 from tests.house.figures import TABLE
@@ -87,13 +87,13 @@ def pytest_configure(config: pytest.Config) -> None:
     args = [f"--rootdir={config.rootpath}"]
     args += [f"-c{config.inipath}"] if config.inipath else []
     args += [f"-W{option}" for option in config.getoption("pythonwarnings") or ()]
-    helpers.configure_workers(args)
-    helpers.seed_the_host_alone()
+    ranks.configure_workers(args)
+    workers.seed_the_host_alone()
     torch.set_num_threads(1)  # small tensors, and a busy machine: threads would wait for each other
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    helpers.shut_down_workers()
+    ranks.shut_down_workers()
     config.stash[_stderr].close()
 
 

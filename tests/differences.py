@@ -71,8 +71,9 @@ from composable_shard import (
 )
 from composable_shard.comm import ReductionStage, devices, watch
 from tests.construct import test_setup_differences as setups
-from tests.harness import helpers
-from tests.harness.helpers import Planned, RankError, run_processes
+from tests.harness import ranks
+from tests.harness.assertions import Planned
+from tests.harness.ranks import RankError, run_processes
 from tests.programs.models import Net
 
 DEVIANT = 1  # the rank that deviates
@@ -948,7 +949,7 @@ def print_table() -> None:
     parser.add_argument("--json")
     parser.add_argument("--table")
     args = parser.parse_args()
-    helpers.GRACE_S = int(args.timeout + SPARE_S)  # type: ignore[assignment]
+    ranks.GRACE_S = int(args.timeout + SPARE_S)  # type: ignore[assignment]
     strategies = args.strategy or [each.name for each in ShardingStrategy]
     known = [*setups.BEFORE, *setups.OPTIONS, *setups.AFTER] if args.setup else [*DIFFERENCES]
     names = [n for n in known if not args.only or any(part in n for part in args.only)]
@@ -974,7 +975,7 @@ def print_table() -> None:
         Path(args.json).write_text(json.dumps(table))
     if args.table:
         Path(args.table).write_text(as_markdown(cells))
-    helpers.shut_down_workers()
+    ranks.shut_down_workers()
 
 
 def as_markdown(cells: dict[str, dict[str, Cell]]) -> str:

@@ -45,8 +45,9 @@ from composable_shard import (
     set_requires_gradient_sync,
     unshard,
 )
-from tests.harness.helpers import Planned, RankError, run_ranks, shut_down_workers
+from tests.harness.assertions import Planned
 from tests.harness.poison import poisoned
+from tests.harness.ranks import RankError, run_ranks, shut_down_workers
 from tests.interrupts import Interrupter, OutOfStepError, are_all_at, without_lost_interrupts
 from tests.programs.at_rest import AT_REST
 from tests.programs.claims import (

@@ -27,7 +27,7 @@ from composable_shard import ShardingStrategy, fully_shard
 from composable_shard.comm import devices
 from tests import differences
 from tests.differences import DIFFERENCES, Cell, Chain, Difference, Run
-from tests.harness import helpers
+from tests.harness import ranks
 
 _OPTIONS = ("", "", "", "buckets", "whole", "flat", "mixed", "first", "later")
 # Where ranks may do these differently and every strategy ends right or says so.
@@ -139,14 +139,14 @@ def run_for_minutes() -> None:
     parser.add_argument("--only", type=int)
     parser.add_argument("--timeout", type=int, default=3)
     args = parser.parse_args()
-    helpers.GRACE_S = int(args.timeout + differences.SPARE_S)  # type: ignore[assignment]
+    ranks.GRACE_S = int(args.timeout + differences.SPARE_S)  # type: ignore[assignment]
     if args.only is not None:
         failed = failing_cases(range(args.only, args.only + 1), timeout_s=args.timeout)
     else:
         seeds = range(args.seed, args.seed + 1_000_000)
         deadline = time.monotonic() + args.seconds
         failed = failing_cases(seeds, timeout_s=args.timeout, deadline=deadline)
-    helpers.shut_down_workers()
+    ranks.shut_down_workers()
     sys.stdout.write("\n".join(["", f"{len(failed)} failed", *failed, ""]))
     sys.exit(bool(failed))
 

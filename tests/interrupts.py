@@ -45,8 +45,8 @@ from composable_shard import (
     no_sync,
     save_checkpoint,
 )
-from tests.harness.helpers import RankError, run_ranks, shut_down_workers
 from tests.harness.poison import poisoned
+from tests.harness.ranks import RankError, run_ranks, shut_down_workers
 from tests.programs.claims import assert_close, unsharded_gradients, unsharded_values
 from tests.programs.models import average_gradients, rank_input, square_mean
 

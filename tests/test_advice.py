@@ -44,7 +44,8 @@ from composable_shard.huggingface import save_pretrained
 from composable_shard.options import advice
 from composable_shard.torch_private import NO_FULL_GRAPH
 from tests.error_texts import matching
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import FULL, Net, Twins, loss_of, shard_blocks
 
 IN_GRAPH = advice.IN_GRAPH

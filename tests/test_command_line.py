@@ -26,7 +26,8 @@ from composable_shard import (
     save_checkpoint,
 )
 from composable_shard.__main__ import main
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 
 pytestmark = pytest.mark.fast
 
@@ -39,7 +40,7 @@ def make_model() -> nn.Module:
     return model
 
 
-def make_batch() -> tuple[nn.Module, Tensor]:
+def make_model_and_batch() -> tuple[nn.Module, Tensor]:
     """Return a model and what one rank computes with."""
     return make_model(), torch.zeros(4, 6)
 
@@ -301,7 +302,7 @@ def test_a_target_is_not_overwritten(
     assert "found ['weights']" in text
 
 
-@pytest.mark.parametrize("name", ["make_model", "make_batch"])
+@pytest.mark.parametrize("name", ["make_model", "make_model_and_batch"])
 def test_estimate_takes_any_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A function that makes one, on the meta device; with a batch, activations are counted."""
     run_command("estimate", "--model", f"{HERE}:{name}", *TWO, "--units", "0,3")
@@ -309,7 +310,7 @@ def test_estimate_takes_any_model(name: str, capsys: pytest.CaptureFixture[str])
     assert [line.split()[0] for line in lines[2:6]] == [each.name for each in ShardingStrategy]
     start = lines[0].index("activations") - 4
     has_some = any(letter in "123456789" for letter in lines[2][start : start + 15])
-    assert has_some == (name == "make_batch")
+    assert has_some == (name == "make_model_and_batch")
 
 
 def test_help_keeps_lines_and_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

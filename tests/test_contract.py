@@ -12,7 +12,7 @@ from torch import nn
 
 import composable_shard
 from composable_shard import fully_shard
-from tests.harness.helpers import run_ranks
+from tests.harness.ranks import run_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "contract.md"
 _REFUSED = PAGE.read_text().partition("## What is refused")[2]

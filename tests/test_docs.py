@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import composable_shard
 from composable_shard import fully_shard, planning, save_safetensors, shard_model
 from composable_shard.options import UnitOptions
-from tests.harness.helpers import run_processes, run_ranks
+from tests.harness.ranks import run_processes, run_ranks
 from tests.test_public_names import BELOW, FSDP2
 from tests.test_tutorials import _run_forked, _run_here, assert_prints
 
@@ -38,6 +38,9 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 INDEX = ROOT / "docs" / "index.md"
 PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTES = sorted(
+    path for name in ("benchmarks", "tests", "findings") for path in (ROOT / name).rglob("*.md")
+)
 COMMANDS = ("make", "python", "pytest", "torchrun", "pip")
 
 
@@ -477,10 +480,10 @@ def _anchors(page: Path) -> set[str]:
 
 def _links(page: Path) -> list[str]:
     prose = re.sub(r"`[^`\n]*`", "", _FENCED.sub("", page.read_text()))
-    return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in link]
+    return [link for link in re.findall(r"\]\(([^()\s]+)\)", prose) if "://" not in link]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *NOTES], ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     """Files and headings that a page links to exist."""
     for link in _links(page):

@@ -35,7 +35,9 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_shard import fsdp2, get_handles, get_pending_gradients
 from composable_shard.flat_param import FullState
-from tests.harness.helpers import assert_equal, distributed, needs_torch
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
+from tests.harness.versions import needs_torch
 from tests.programs.models import (
     Net,
     Twins,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from composable_shard import fsdp2, shard_optimizer_state
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import seeded
 
 DIM, WORDS, LENGTH, NUM_LAYERS = 16, 24, 8, 4

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 
-from benchmarks.gpu_graph import capture
-from benchmarks.gpu_runs import overlap, trace
 from composable_shard import (
     FlatShard,
     MixedPrecisionPolicy,
@@ -27,6 +25,7 @@ from composable_shard import (
     clip_grad_norm_,
     fully_shard,
 )
+from tests.common.gpu_steps import capture, overlap, trace
 from tests.harness.fake_group import fake_group
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.helpers import run_ranks
+from tests.harness.ranks import run_ranks
 from tests.interrupts import PROGRAMS, count_lines, on_all_ranks, run_chunk
 
 NUM_MOMENTS = 24  # of a program

@@ -159,11 +159,39 @@ def test_each_numbered_claim_stands_for_a_test() -> None:
     assert len(listed) == len(set(listed))
 
 
+def _imported_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(_parsed(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_tests_and_benchmarks_share_one_folder() -> None:
+    """`tests/common`, which imports nothing of either; `tests/benchmarks` tests the benchmarks."""
+    allowed = {
+        "tests/common": ("tests.common",),
+        "tests/benchmarks": ("tests", "benchmarks"),
+        "tests": ("tests",),
+        "benchmarks": ("benchmarks", "tests.common"),
+    }
+    root = TESTS.parent
+    wrong = []
+    for path in (*TESTS.rglob("*.py"), *(root / "benchmarks").rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        may = next(allowed[folder] for folder in allowed if name.startswith(f"{folder}/"))
+        for module in _imported_modules(path):
+            is_ours = module.split(".")[0] in ("tests", "benchmarks")
+            if is_ours and not any(f"{module}.".startswith(f"{each}.") for each in may):
+                wrong.append(f"{name} {module}")
+    assert wrong == []
+
+
 def test_index_of_benchmarks_names_each() -> None:
     """And nothing else."""
     folder = TESTS.parent / "benchmarks"
     text = (folder / "README.md").read_text()
-    found = {path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py")}
-    names = {".".join(path.parts) for path in found if path.name != "__init__"}
-    words = {word for word in re.findall(r"`([a-z_.]+)`", text) if not word.endswith(".py")}
-    assert names == words - {"results"}
+    names = {path.stem for path in folder.rglob("*.py")} - {"__init__", "__main__"}
+    names |= {path.parent.name for path in folder.glob("*/__main__.py")}
+    words = {word for word in re.findall(r"`([a-z_]+)`", text)}
+    assert names == words

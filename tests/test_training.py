@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard import ShardingStrategy, fully_shard, no_sync
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import assert_is_slice, full_tensor_of
 
 NUM_STEPS = 6

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.helpers import run_processes, run_ranks
+from tests.harness.ranks import run_processes, run_ranks
 
 pytestmark = pytest.mark.long
 

@@ -4,7 +4,7 @@
     python tutorials/03_edit_weights.py                        # one rank
 
 Inside `unshard_params` a sharded model is an ordinary model: full matrices under their own names.
-What is edited there is written back to the shards when the scope ends, and training goes on.
+Edits are written back to the shards when the scope ends, and training goes on.
 
 Expected output:
 

@@ -24,7 +24,7 @@ class ModelConfig:
     head_dim: int = 64
     vocabulary: int = 256
     max_length: int = 1024
-    loss_chunks: int = 1  # more: the logits of so many parts of a batch, one part after another
+    loss_chunks: int = 1  # above 1: the logits of a batch are made chunk by chunk
 
     @property
     def hidden_dim(self) -> int:

@@ -8,9 +8,10 @@ The text is the language reference that comes with every CPython (`pydoc_data.to
 by byte. Two CPU cores need about three minutes; GPUs and NCCL are used where there is one per rank.
 With `--save-every 50` a run that was stopped or killed goes on with `--resume`, on any ranks.
 
-What sharding needs is here; the model and its text are in `language_model.py`, options and ranks in
-`job.py`, what is printed and drawn in `journal.py`. Before it trains, rank 0 takes the first steps
-alone with an unsharded copy of the model, and the sharded losses have to agree with those.
+This file has all that sharding needs; the model and its text are in `language_model.py`, options
+and ranks in `job.py`, printing and drawing in `journal.py`. Before it trains, rank 0 takes the
+first steps alone with an unsharded copy of the model, and the sharded losses have to agree with
+those.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Kill ranks while they save: the last complete checkpoint is never lost, and the run goes on.
 
-    python -m benchmarks.drills.checkpoint_kills
+    python -m benchmarks.drills checkpoint_kills
 
 Two ranks train a small model and save after each step. First, one rank, or both, get SIGKILL before
 each of the file operations of a save. Then a run is killed at random moments, and goes on from what
@@ -25,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -340,7 +341,7 @@ def kill_at_random(scenario: Scenario, num_kills: int, seed: int) -> None:
     result.num_resumed += 1
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--random", type=int, default=50, help="kills at random moments")
@@ -349,7 +350,7 @@ def main() -> int:
     add("--resume-every", type=int, default=1, help="go on after every n-th kill at an operation")
     add("--seed", type=int, default=0, help="of the random moments")
     add("--json", action="store_true", help="print the counts for a program")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=_FOLDER) as name:
@@ -378,7 +379,3 @@ def _report(result: Result, seconds: float) -> str:
         f"{seconds:.0f} s in all",
     )
     return top + "\n" + table(["kill", "number"], rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Cut the link between two hosts: both raise an error that says so, within the timeout and 10 s.
 
-    python -m benchmarks.drills.cut_link
+    python -m benchmarks.drills cut_link
 
 Two network namespaces stand for the hosts, a pair of virtual interfaces for the link. Each has one
 rank; rank 0 hosts the store. In the middle of the training the link goes down: no connection is
@@ -15,9 +15,9 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -144,9 +144,9 @@ def _wait_for(paths: list[Path], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not can_run():
         print(f"skipped: {MISSING}")
         return 0
@@ -162,7 +162,3 @@ def main() -> int:
     text = header("The link between two hosts is cut", notes)
     emit(text + "\n" + table(["strategy", "rank", "seconds", "error"], rows), args.output)
     return 0 if is_right else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 """Kill ranks in the middle of a step: the others say which one is gone, and the run goes on.
 
-    python -m benchmarks.drills.rank_kills              # each place of a step, each strategy
-    python -m benchmarks.drills.rank_kills --random 30  # torchrun --max-restarts, killed at random
+    python -m benchmarks.drills rank_kills              # each place of a step, each strategy
+    python -m benchmarks.drills rank_kills --random 30  # torchrun --max-restarts, killed at random
 
 Three ranks train a small model, and rank 1 gets SIGKILL in a forward, a backward, a gather, a
 reduction, an optimizer step or a save. The two others must raise the same error, which says that
@@ -354,7 +354,7 @@ def launch(folder: Path, num_steps: int, num_restarts: int, *, in_process: bool)
         return
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "--max-restarts", str(num_restarts)]
-    command += ["--monitor-interval", "0.1", "-m", "benchmarks.drills.rank_kills"]
+    command += ["--monitor-interval", "0.1", "-m", "benchmarks.drills", "rank_kills"]
     subprocess.run([*command, "--worker", str(folder), str(num_steps)], check=True, timeout=3600)
 
 
@@ -384,7 +384,7 @@ def kill_at_random(num_kills: int, num_steps: int, seed: int, *, in_process: boo
     }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add("--worker", nargs=2, help=argparse.SUPPRESS)
@@ -395,7 +395,7 @@ def main() -> int:
     add("--place", action="append", choices=PLACES)
     add("--seed", type=int, default=0, help="of the random moments")
     add("--json", action="store_true", help="print what happened for a program")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.worker:
         elastic_main(args.worker[0], int(args.worker[1]))
@@ -445,7 +445,3 @@ def _report_random(result: Any, seconds: float) -> str:
         f"{result['steps_with_other_losses'] or 'none'}",
         f"{seconds:.0f} s in all",
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

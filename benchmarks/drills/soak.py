@@ -1,6 +1,6 @@
 """Does anything grow? Resident memory, tensors, objects, descriptors and threads over 2,000 steps.
 
-    python -m benchmarks.drills.soak
+    python -m benchmarks.drills soak
 
 Two ranks train a small model under each strategy, and do now and then all that a long run does:
 microbatches without reductions, evaluations, checkpoints (in the background too), full parameters
@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,13 +204,13 @@ def render(results: dict[str, Any]) -> str:
     return table(["strategy", "rank", "resident", *COUNTED, "grown", "time"], rows)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--first", type=int, default=500, help="the step of the first count")
     parser.add_argument("--last", type=int, default=2500, help="the step of the second count")
     parser.add_argument("--every", type=int, default=5, help="steps between what is done at times")
     parser.add_argument("--strategy", choices=[each.name for each in ShardingStrategy])
-    args: argparse.Namespace = parser.parse_args()
+    args: argparse.Namespace = parser.parse_args(argv)
     names = [args.strategy] if args.strategy else [each.name for each in ShardingStrategy]
     results = {name: run_ranks(2, soak, name, args.first, args.last, args.every) for name in names}
     notes = (
@@ -222,7 +223,3 @@ def main() -> None:
     pairs = [pair for result in results.values() for pair in result["counts"]]
     if any(grown(*pair) for pair in pairs):
         sys.exit("something has grown")
-
-
-if __name__ == "__main__":
-    main()

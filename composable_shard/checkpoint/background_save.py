@@ -63,7 +63,7 @@ class CheckpointSave:
 def quiet_group() -> HostGroup:
     """Return the group of all ranks when no save uses it; raise the error of one that failed."""
     group = get_host_group()
-    pending: CheckpointSave | None = group.take_pending(None)
+    pending: CheckpointSave | None = group.swap_pending(None)
     error = None if pending is None else pending.untold_error()
     if error is not None:
         error = RuntimeError(f"the save before this call failed: {error}")

@@ -151,6 +151,7 @@ class Draft:
 def make_draft(ranks: list[Any]) -> Draft:
     """Join what all ranks have described."""
     check_same(ranks, "step", *SaveArguments.__dataclass_fields__)
+    # Ranks with other arguments, or of another step, must not get as far as a common draft.
     draft = Draft(merge_trees([rank["tree"] for rank in ranks]), {}, len(ranks))
     parts = _Parts()
     for number, rank in enumerate(ranks):
@@ -167,6 +168,7 @@ def make_draft(ranks: list[Any]) -> Draft:
                 )
             if end > start:
                 known = draft.holders.setdefault((name, tuple(map(tuple, box)), start, end), [])
+                # All holders of a shard may share the writing; of a whole value the first writes.
                 if is_shard or not known:
                     known.append((number, index))
             if owners is not None:

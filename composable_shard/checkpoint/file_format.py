@@ -259,6 +259,8 @@ def _parse_tensor(
         )
         region = Region(box, order, _count(start), _count(end))
         nbytes = region.numel * dtype.itemsize
+        # The metadata may be damaged or forged: the place must be inside the tensor and its file
+        # before a number of checksums is computed from it.
         name_of_file = names[_count(file)]
         if not (fits and start <= end <= sizes.numel()) or offset + nbytes > files[name_of_file]:
             raise ValueError(

@@ -104,6 +104,7 @@ def _stage_kind(
         )
         warnings.warn(text, UserWarning, stacklevel=4)
         return []
+    # Checks alone: the changes are returned, and made where all kinds on all ranks passed theirs.
     stored = find_stored(reader, kind)
     if not stored.keys() >= objects.keys():
         raise ValueError(
@@ -255,6 +256,7 @@ def take_parts(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             is_wrapped = isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
             if not is_wrapped or isinstance(value, DTensor):
                 continue
+            # Also where this rank has no elements of it, or it would be described as plain state.
             del values[name]
             local = value._local if isinstance(value, FlatShard) else value
             region = region_of(value)
@@ -296,12 +298,14 @@ def read_parts(
         source = Region(tuple(map(tuple, box)), tuple(order), start, end)
         by_name.setdefault(part["name"], []).append((source, part))
     for name, sources in by_name.items():
+        # The saved bits come before a conversion, which rounds.
         same = [part for source, part in sources if source == region and as_saved]
         if same:
             found[name] = _rebuild(reader, same[0])
             continue
         for source, part in sources:
             places, indices = find_places(region, source, 0, region.numel)
+            # A rank without elements needs the name and its dtype too.
             if len(places) or name not in found:
                 values = _rebuild(reader, part)
                 found.setdefault(name, torch.empty(region.numel, dtype=values.dtype))

@@ -158,6 +158,8 @@ class PeerReader(TensorReader):
             self._read_run(source, span, first, packed)
             output.copy_(packed)
             return
+        # A read may return less than was asked for, and nothing at the end of a file: so a loop,
+        # and the number of bytes is compared after it.
         position = self._place_of(source, span) + first * source.dtype.itemsize
         view = byte_view(output)
         filled = 0

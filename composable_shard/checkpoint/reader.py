@@ -109,6 +109,7 @@ def find_checkpoint(path: str | os.PathLike[str], step: int | None = None) -> Pa
     complete = list_checkpoints(folder)
     if step is not None:
         return next((each for number, _, each in reversed(complete) if number == step), None)
+    # Before the highest step: a run that went back to an earlier one publishes lower steps later.
     for name in read_history(folder):
         if parse_folder_name(name) is None:
             raise ValueError(f"{folder / LATEST} is damaged: {name!r} is no name of a checkpoint")
@@ -238,6 +239,8 @@ class CheckpointReader(TensorReader):
     ) -> int:
         """Read the elements of the target that are in a piece; return their number."""
         itemsize = stored.dtype.itemsize
+        # One run of bytes first: it goes into the output without a copy. Without an output the same
+        # bytes are read, for their checksums.
         common = overlap(target, piece.region)
         if common is not None:
             if common.numel:
@@ -312,6 +315,7 @@ class CheckpointReader(TensorReader):
         self.nbytes_read += filled
         if filled < len(output):
             raise ValueError(f"{path} is damaged: it ends at byte {position + filled}")
+        # After the length: the checksums of memory that no read has filled would blame other bytes.
         found = checksums(output, chunk_nbytes)
         saved = piece.checksums[number : number + len(found)]
         for index, is_same in enumerate(map(operator.eq, found, saved)):

@@ -127,7 +127,7 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     except Exception as caught:  # out of memory: raised on all ranks in the background
         error = caught
     save = CheckpointSave(lambda: write_checkpoint(group, plan, keep_last, error))
-    group.take_pending(save)
+    group.swap_pending(save)
     return save
 
 

@@ -45,9 +45,9 @@ from composable_shard.comm.hooks import (
 )
 from composable_shard.comm.host_group import HostGroup, get_host_group
 from composable_shard.comm.order import (
+    enter_setting,
     exchange_always,
     has_failed,
-    note_setting,
 )
 from composable_shard.comm.step_digest import (
     FlagReduction,

@@ -24,11 +24,11 @@ from composable_shard.comm.devices import (
 from composable_shard.comm.devices import abandon as abandon
 from composable_shard.comm.identity_exchange import exchange_identity
 from composable_shard.comm.messages import MAX_SMALL_NBYTES, MessageGroup, Works
-from composable_shard.comm.messages import settle as settle
+from composable_shard.comm.messages import wait_for_interrupted as wait_for_interrupted
 from composable_shard.comm.order import GroupOrder, identify, order_of
 
 
-def _note(
+def _enter(
     group: dist.ProcessGroup, kind: str, nbytes: int, what: str | None, digest_nbytes: int = 0
 ) -> GroupOrder:
     """Record a collective that is issued now; return the group's order.
@@ -44,11 +44,11 @@ def _note(
     order = order_of(group)
     is_of_step = kind == "all_reduce" and what is not None
     nbytes += digest_nbytes
-    order.note(identify(what or function_called(), kind, nbytes, is_of_step=is_of_step))
+    order.enter(identify(what or function_called(), kind, nbytes, is_of_step=is_of_step))
     return order
 
 
-def _door(
+def _issuer_of(
     group: dist.ProcessGroup,
     device: torch.device,
     order: GroupOrder,
@@ -85,7 +85,7 @@ def announce(
 ) -> None:
     """Enter a collective that a comm hook will issue in a step; ranks that differ fail."""
     order = order_of(group)
-    order.note(identify(what, kind, nbytes, is_of_step=True))
+    order.enter(identify(what, kind, nbytes, is_of_step=True))
     order.check_always()
     exchange_identity(group, order, device, is_rare=False)
 
@@ -118,23 +118,23 @@ def all_reduce(
         what: What it is for, for messages; None to name the function that was called.
         digest_nbytes: Number of bytes that are the digest, for the log: [Note: Digest of a step].
     """
-    order = _note(group, "all_reduce", tensor.nbytes - digest_nbytes, what, digest_nbytes)
+    order = _enter(group, "all_reduce", tensor.nbytes - digest_nbytes, what, digest_nbytes)
     is_large = group.size() > 2 and tensor.nbytes > MAX_SMALL_NBYTES
-    door = _door(group, tensor.device, order, is_large=is_large)
+    issuer = _issuer_of(group, tensor.device, order, is_large=is_large)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
-    return _started(door.allreduce([as_real(tensor)], options), group)
+    return _started(issuer.allreduce([as_real(tensor)], options), group)
 
 
 def broadcast(
     tensor: Tensor, group_rank: int, group: dist.ProcessGroup, *, what: str | None = None
 ) -> Waitable:
     """Start sending `tensor` from the rank with this number *in the group* to all others."""
-    order = _note(group, "broadcast", tensor.nbytes, what)
-    door = _door(group, tensor.device, order, is_rare=what is None)
+    order = _enter(group, "broadcast", tensor.nbytes, what)
+    issuer = _issuer_of(group, tensor.device, order, is_rare=what is None)
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = group_rank, 0
-    return _started(door.broadcast([as_real(tensor)], options), group)
+    return _started(issuer.broadcast([as_real(tensor)], options), group)
 
 
 def all_gather_uneven(

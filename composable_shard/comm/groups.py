@@ -161,7 +161,7 @@ class ShardGroup:
         names = tuple(group.group_name for group in self.joint_groups)
         return order_of(self.joint_groups[0]).num_units[names] + 1
 
-    def note_unit_number(self, number: int) -> None:
+    def count_unit(self, number: int) -> None:
         """Count a unit that has been formed: the next one gets the number after its own."""
         if self.joint_groups:
             names = tuple(group.group_name for group in self.joint_groups)

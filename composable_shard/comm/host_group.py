@@ -17,7 +17,7 @@ from composable_shard.comm.agreement import Ranks, describe_problem, raise_found
 from composable_shard.comm.calls import function_called
 from composable_shard.comm.devices import HOST
 from composable_shard.comm.messages import MessageGroup
-from composable_shard.comm.order import identify, note_setting, order_of
+from composable_shard.comm.order import enter_setting, identify, order_of
 from composable_shard.comm.watch import begin_watch
 from composable_shard.torch_private import backend_of, timeout_of
 
@@ -52,7 +52,7 @@ class HostGroup(Ranks):
         """Take over the name of an earlier run; "" keeps the name."""
         self.run = run or self.run
 
-    def take_pending(self, save: Any) -> Any:
+    def swap_pending(self, save: Any) -> Any:
         """Note the save that runs in the background, or None; return the one noted before."""
         before, self._pending = self._pending, save
         return before
@@ -121,7 +121,7 @@ class HostGroup(Ranks):
         """Return the verbs that send its messages; they carry identities, as in training."""
         assert self._group is not None
         order = order_of(self._group)
-        order.note(identify(function_called(with_arguments=False), "message", 0))
+        order.enter(identify(function_called(with_arguments=False), "message", 0))
         return MessageGroup(self._group, order)
 
 
@@ -138,7 +138,7 @@ def get_host_group() -> HostGroup:
     is_usable = known is not None and known[0] is world
     if world is not None:
         begin_watch()
-        note_setting(function_called(with_arguments=False), [world])
+        enter_setting(function_called(with_arguments=False), [world])
         if known is not None and is_usable:
             ranks = Ranks([world], _device_of(world))
             is_usable = not ranks.compare(None, known[1].has_failed)[1]
@@ -152,7 +152,7 @@ def get_host_group() -> HostGroup:
         before = None if known is None else known[1]
         _groups[os.getpid()] = known = world, HostGroup(group)
         if before is not None:
-            known[1].take_pending(before.take_pending(None))  # it continues on the earlier group
+            known[1].swap_pending(before.swap_pending(None))  # it continues on the earlier group
             known[1].continue_run(before.run)
     return known[1]
 

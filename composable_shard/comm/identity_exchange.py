@@ -38,7 +38,7 @@ def exchange_identity(
     that the exchange itself can't fail because sizes differ. If the identities differ, all ranks
     raise before anything is written. The host waits for each exchange, so exchanges end at some
     point, the same on all ranks: when more than 2 n collectives have come since the last identity
-    that was new, of n different ones (`GroupOrder.note_agreed`). Exchanges begin again after a
+    that was new, of n different ones (`GroupOrder.count_agreed`). Exchanges begin again after a
     step in which any rank had a new identity, for example after a change of structure; the flags of
     the backward announce it. `check_order="always"` keeps them on. Two kinds of collectives always
     have an exchange: collectives of functions that the program calls, and collectives of gloo,
@@ -58,7 +58,7 @@ def exchange_identity(
     if not is_same:
         fail(RuntimeError("The ranks were about to issue different collectives."), group)
     if not is_rare:
-        order.note_agreed()
+        order.count_agreed()
 
 
 def _is_same(own: int, group: dist.ProcessGroup, device: torch.device) -> bool:

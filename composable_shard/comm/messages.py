@@ -112,7 +112,7 @@ def exchange(
     return works
 
 
-def settle(group: dist.ProcessGroup) -> None:
+def wait_for_interrupted(group: dist.ProcessGroup) -> None:
     """Wait for a collective whose start was interrupted before the caller got its work.
 
     Call it before memory that the collective may write is freed.

@@ -51,7 +51,7 @@ def identify(what: str, kind: str, nbytes: int, *, is_of_step: bool = False) -> 
 
     Args:
         what: Its purpose.
-        kind: The kind of collective; "" for a setting, `note_setting`.
+        kind: The kind of collective; "" for a setting, `enter_setting`.
         nbytes: Of the full-size payload.
         is_of_step: All data-parallel ranks issue it in their steps, [Note: Digest of a step].
     """
@@ -85,7 +85,7 @@ class GroupOrder:
         self.timeout: timedelta | None = None  # of its messages; None for the group's
         # Formed by `fully_shard` so far, by the names of all groups that a unit goes over
         self.num_units: Counter[tuple[str, ...]] = Counter()
-        # What was started last, for `settle`; an interrupt's traceback keeps it
+        # What was started last, for `wait_for_interrupted`; an interrupt's traceback keeps it
         self.posted: ReferenceType[Waitable] | None = None
         self.last_step: list[int] = []  # of the last step, what all data-parallel ranks issue
         # Whether identities are exchanged before a backend's collectives, and before gloo's [Note:
@@ -100,7 +100,7 @@ class GroupOrder:
         self._late: deque[tuple[Any, Tensor, torch.Event]] = deque()
         self._recent: list[int] = []
 
-    def note(self, identity: int) -> None:
+    def enter(self, identity: int) -> None:
         """Enter a collective that is issued now."""
         if len(self.issued) > MAX_ISSUED:
             self.fold()
@@ -117,8 +117,8 @@ class GroupOrder:
         self.issued.clear()
         return digest
 
-    def note_agreed(self) -> None:
-        """Note that all ranks have exchanged the last identity, and it is the same."""
+    def count_agreed(self) -> None:
+        """Count the last identity, which all ranks have exchanged and which is the same."""
         identity = self.issued[-1]
         if identity not in self._agreed:
             self._agreed.add(identity)
@@ -139,7 +139,7 @@ class GroupOrder:
         self._num_again = 0
         self._is_always_exchanged = self._is_always_exchanged or always
 
-    def take_late(self, step: Any, received: Tensor) -> tuple[Any, Tensor] | None:
+    def delayed(self, step: Any, received: Tensor) -> tuple[Any, Tensor] | None:
         """Return a step and the ranks' joined digest of it, on the CPU; None while it is not there.
 
         From an accelerator it comes `LATE_STEPS` later. All ranks must act on it in the same step,
@@ -204,7 +204,7 @@ def exchange_always(groups: Iterable[dist.ProcessGroup]) -> None:
         order_of(group).exchange_again(always=True)
 
 
-def note_setting(what: str, groups: Iterable[dist.ProcessGroup]) -> None:
+def enter_setting(what: str, groups: Iterable[dist.ProcessGroup]) -> None:
     """Enter a call that all ranks must make, although it sends nothing, into the order.
 
     If a rank does not make it, the ranks differ in the next message or digest.
@@ -212,4 +212,4 @@ def note_setting(what: str, groups: Iterable[dist.ProcessGroup]) -> None:
     identity = identify(what, "", 0, is_of_step=True)
     for group in dict.fromkeys(groups):
         if group.size() > 1:
-            order_of(group).note(identity)
+            order_of(group).enter(identity)

@@ -185,6 +185,8 @@ def _lines_of_numbers(optimizers: Sequence[_Optimizers]) -> list[list[str]] | No
     shapes = [[(name, len(groups)) for name, groups in own] for own in optimizers]
     if any(own != shapes[0] for own in shapes):
         return None
+    # From here on one index is the same optimizer and group on all ranks. Keys are those of any
+    # rank, so that lines at one position are about one number.
     lines: list[list[str]] = [[] for _ in optimizers]
     for index, (name, num_groups) in enumerate(shapes[0]):
         which = f"{name} (number {index + 1})" if len(shapes[0]) > 1 else name
@@ -312,7 +314,7 @@ class _MeshReduction:
         if step is None or not self._groups:
             return
         received = self._sent[self._num_flags :]
-        before = order_of(self._groups[0]).take_late(step, received)
+        before = order_of(self._groups[0]).delayed(step, received)
         if before is None:
             return
         step, received = before

@@ -1,6 +1,6 @@
 """A log of events for tests and benchmarks; costs one check when nobody observes.
 
-Each call of a tree looks for a profiler, see `flat_param.observers`.
+Each call of a tree looks for a profiler, see `flat_param.profiler_ranges`.
 """
 
 from __future__ import annotations

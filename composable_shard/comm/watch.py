@@ -261,6 +261,7 @@ def _describe_missing(
     counts = {rank: recent[-1][0] for rank, recent in issued.items() if recent}
     most = max(counts.values(), default=-1)
     away = {rank for rank in ranks if rank in silent or "ended" in statements.get(rank, ())}
+    # After `away`: a rank that gave up waiting and ended has issued as many as those that wait.
     waiting = [rank for rank in ranks if counts.get(rank) == most and rank not in away]
     parts = []
     if waiting:

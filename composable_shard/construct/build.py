@@ -1,10 +1,8 @@
-"""Carries out a plan: groups of parameters, their layouts, handles and the state of a unit."""
+"""Carries out a plan: handles of groups of parameters, and the state of a unit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -14,13 +12,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from composable_shard.comm import ShardGroup, compare_units
-from composable_shard.construct.plan import (
-    FLAT_PARAM_NAME,
-    Borrowed,
-    Original,
-    Plan,
-    buffers_to_sync,
-)
+from composable_shard.construct.checks import FLAT_PARAM_NAME
+from composable_shard.construct.grouping import group_params, lay_out
+from composable_shard.construct.originals import Borrowed, Original, Plan
+from composable_shard.construct.plan import buffers_to_sync
 from composable_shard.flat_param import (
     FlatParamHandle,
     FlatSlot,
@@ -30,10 +25,8 @@ from composable_shard.flat_param import (
     dense_stride,
     give_back,
     make_flat_entry,
-    plan_layout,
     show_flat,
 )
-from composable_shard.layout import FlatLayout, cut_buckets
 from composable_shard.options import UnitOptions
 from composable_shard.runtime import (
     BufferBroadcast,
@@ -44,88 +37,7 @@ from composable_shard.runtime import (
 )
 from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec
 
-Group = tuple[Precision, list[Original]]
 Built = list[tuple[list[Original], FlatParamHandle]]
-_MIB = 1 << 20
-
-
-def group_params(plan: Plan, shard_size: int) -> list[Group]:
-    """Return the original parameters of each handle that the unit will have, and its dtypes."""
-    groups, cap_mb = _by_kind(plan), plan.options.bucket_cap_mb
-    if cap_mb is None:
-        return _sort_by_owner(groups)
-    cap_nbytes = int(cap_mb * _MIB)
-    buckets = [
-        (precision, [members[index] for index in bucket])
-        for precision, members in groups
-        for bucket in _cut(precision, members, cap_nbytes, shard_size)
-    ]
-    # [Note: Buckets] The order of reductions, across kinds.
-    position = {id(original): index for index, original in enumerate(plan.originals)}
-    in_order = sorted(buckets, key=lambda bucket: -position[id(bucket[1][-1])])
-    return _sort_by_owner(in_order)
-
-
-def lay_out(members: Sequence[Original], shard_size: int, precision: Precision) -> FlatLayout:
-    """Lay out the parameters of one handle as their granularities require."""
-    sized = [original.sized for original in members]
-    if members[0].is_owned:
-        owners = [original.owner for original in members]
-        return plan_layout(sized, shard_size, precision, owners=owners)
-    if precision.extension is not None:  # [Note: Extended gathers]
-        return FlatLayout.plan([sized[0].numel()], shard_size, members[0].block_numel)
-    blocks = [original.block_numel for original in members]
-    return plan_layout(sized, shard_size, precision, blocks=blocks)
-
-
-def _by_kind(plan: Plan) -> list[Group]:
-    groups: dict[object, Group] = {}
-    known: dict[object, Group] = {}  # by the facts that determine the kind: faster to compare
-    for original in plan.originals:
-        param, own = original.param, original.tensor_parallel
-        given = (param.dtype, param.requires_grad, original.is_kept, original.is_owned)
-        facts = (*given, own, original.extension)
-        group = known.get(facts)
-        if group is None:
-            group = known[facts] = groups.setdefault(*_new_group(original, plan.options))
-        group[1].append(original)
-    return list(groups.values())
-
-
-def _new_group(original: Original, options: UnitOptions) -> tuple[object, Group]:
-    """Return the key that a handle's parameters share, and an empty group for them."""
-    param, tensor_parallel = original.param, original.tensor_parallel
-    mesh = None if tensor_parallel is None else tensor_parallel[0]
-    precision = Precision.of(options.mp_policy, param.dtype, is_kept=original.is_kept)
-    if original.extension is not None:
-        precision = replace(precision, extension=original.extension)
-    main_dtype = precision.main_dtype or param.dtype
-    is_owned = original.is_owned
-    kind = (main_dtype, precision, param.requires_grad, mesh, is_owned)
-    return kind, (precision, [])
-
-
-def _sort_by_owner(groups: list[Group]) -> list[Group]:
-    """Sort whole parameters by owner, as `FlatLayout` requires."""
-    for _, members in groups:
-        if members[0].is_owned:
-            members.sort(key=lambda original: original.owner)
-    return groups
-
-
-def _cut(
-    precision: Precision, members: list[Original], cap_nbytes: int, shard_size: int
-) -> list[range]:
-    dense = [original.dense for original in members]
-    if not members[0].param.requires_grad:
-        return [range(len(members))]  # nothing to reduce
-    reduce_dtype = precision.reduces_in(precision.main_dtype or dense[0].dtype)
-    alignment = plan_layout(dense, shard_size, precision).alignment
-    numels = [tensor.numel() for tensor in dense]
-    # Whole parameters need no padding.
-    blocks = () if members[0].is_owned else [original.block_numel for original in members]
-    cap_numel = cap_nbytes // reduce_dtype.itemsize
-    return cut_buckets(numels, cap_numel, shard_size, alignment, blocks=blocks)
 
 
 def sync_states(plan: Plan, built: Built, shard_group: ShardGroup, undo: ExitStack) -> None:
@@ -183,6 +95,8 @@ def build_state(plan: Plan, built: Built, shard_group: ShardGroup, undo: ExitSta
         handle.shown.set_flat_slot(FlatSlot(plan.modules[0], f"{FLAT_PARAM_NAME}{suffix}"))
         if not options.use_orig_params:
             make_flat_entry(handle)
+    # The entries get the users' objects before a flat parameter hides these. Places are indexed
+    # before they are shown, and an inverse is registered before its change, [Note: Undo].
     for members, handle in built:
         for original, entry in zip(members, handle.entries, strict=True):
             entry.add_slots(original.slots)
@@ -201,7 +115,6 @@ def build_state(plan: Plan, built: Built, shard_group: ShardGroup, undo: ExitSta
         watch_meta_buffers(module)
         place_buffers(module, shard_group.device)
         _keep_rnn_parameters(module, shard_group.device)
-    has_buckets = options.bucket_cap_mb is not None
     buffers = None
     if options.broadcast_buffers:
         buffers = BufferBroadcast(plan.unmanaged_modules, shard_group)
@@ -210,7 +123,6 @@ def build_state(plan: Plan, built: Built, shard_group: ShardGroup, undo: ExitSta
         plan.modules,
         [handle for _, handle in built],
         list(dict.fromkeys(item.handle for item in plan.borrowed)),
-        has_buckets=has_buckets,
         buffers=buffers,
     )
     state.leave_out(plan.ignored)

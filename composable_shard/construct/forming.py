@@ -18,13 +18,10 @@ from composable_shard.construct.hooks import (
     register_hooks,
     register_state_dict_hooks,
 )
-from composable_shard.construct.plan import (
-    Plan,
-    as_modules,
-    plan_unit,
-)
+from composable_shard.construct.originals import Plan
+from composable_shard.construct.plan import as_modules, plan_unit
 from composable_shard.construct.undo import remember
-from composable_shard.flat_param import settle_owners
+from composable_shard.flat_param import balance_owners
 from composable_shard.options import (
     DEFAULT_STRATEGY,
     CheckOrder,
@@ -41,9 +38,9 @@ from composable_shard.options import (
 from composable_shard.runtime import (
     apply_policy,
     attach_state,
-    find_small_group,
     get_handles,
     join_owners,
+    make_small_group,
     read_state,
     rename,
     share_context,
@@ -192,7 +189,7 @@ def form_unit(
     """
     shard_group = find_shard_group(options)
     plan = plan_unit(modules, options, shard_group.size, shard_group)
-    find_small_group(shard_group, plan.reshard_after_forward)
+    make_small_group(shard_group, plan.reshard_after_forward)
     if options.separate_reduce_group:
         shard_group = shard_group.with_reduce_group()
     # Tensors made inside inference mode, or kept from it, could not be trained or written.
@@ -221,9 +218,9 @@ def _form(plan: Plan, shard_group: ShardGroup, undo: ExitStack) -> None:
     join_owners(share_context(modules), [item.handle for item in plan.borrowed])
     number = shard_group.next_unit_number()
     for handle in state.handles:
-        handle.label.take_number(number)
-    undo.callback(shard_group.note_unit_number, number - 1)
-    shard_group.note_unit_number(number)  # last: a call that failed on some ranks is not counted
+        handle.label.set_number(number)
+    undo.callback(shard_group.count_unit, number - 1)
+    shard_group.count_unit(number)  # last: a call that failed on some ranks is not counted
 
 
 def find_shard_group(options: UnitOptions) -> ShardGroup:
@@ -248,7 +245,7 @@ def _set_owners(
         if not whole and not any(handle.layout.owners for handle in inner):
             return
         sizes = [original.nbytes for original in whole]
-        found = settle_owners(inner, shard_group, sizes, undo=undo)
+        found = balance_owners(inner, shard_group, sizes, undo=undo)
     else:
         found = [owners[original.param] for original in whole]
     for original, owner in zip(whole, found, strict=True):

@@ -38,13 +38,13 @@ def _cast_arguments(
         # With main_dtype alone the unit computes in its earlier dtypes.
         dtypes = {
             handle.precision.computes_in(handle.local_shard.dtype)
-            for handle in state.needed
+            for handle in state.needed_handles
             if handle.full.is_cast
         }
         dtype = dtypes.pop() if len(dtypes) == 1 else None
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
         # unshard_params shows the main parameters.
-        dtype = next((h.local_shard.dtype for h in state.needed if h.full.is_cast), dtype)
+        dtype = next((h.local_shard.dtype for h in state.needed_handles if h.full.is_cast), dtype)
     return None if dtype is None else cast_arguments(args, kwargs, dtype)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from composable_shard.construct.plan import Plan
+from composable_shard.construct.originals import Plan
 from composable_shard.runtime import remember_names, remember_trees
 from composable_shard.torch_private import REGISTRY_KEY, buffers_of
 

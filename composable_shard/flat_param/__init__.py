@@ -2,51 +2,75 @@
 
 `handle` ties four parts together: the local shard and the full values (`full_values`: this rank's
 part, the unsharded buffer and its states), `shown` (which parameters modules show) and `gradients`
-(packing, reduction, `.grad`). Read `handle`, `full_values` and `gradients` first.
+(packing, reduction, `.grad`). Read `handle`, `full_values` and `gradients` first. Options are in
+rooms of their own: `flat_form`, `pending_gradients`, `scopes` and `scope_params`, `user_hooks`,
+`precision`, `host_gradient`, `owners`, `extended_gathers`.
 """
 
-import composable_shard.flat_param.observers  # answers to profilers
-from composable_shard.flat_param.entries import (
-    FlatSlot,
-    ModuleItems,
-    ParamEntry,
-    Slot,
-    dense_stride,
-    find_kept_items,
-    find_slots,
-    give_back,
-    slot_key,
-    take_place,
-)
-from composable_shard.flat_param.flat_mode import (
+import composable_shard.flat_param.profiler_ranges  # answers to profilers
+from composable_shard.flat_param.entries import ParamEntry, dense_stride
+from composable_shard.flat_param.extended_gathers import Extension
+from composable_shard.flat_param.flat_form import (
     check_can_show_flat,
     check_can_show_originals,
-    check_requires_grad,
-    drop_gradient,
-    drop_pending,
-    forget_pending,
-    gradient_shard,
-    has_gradients,
-    keep_left_gradients,
-    keep_requires_grad,
     make_flat_entry,
-    mark_pending,
-    needs_reduction,
-    pending_values,
-    set_gradients,
-    settle_pending,
-    settled,
     show_flat,
     show_originals,
-    write_unsharded_gradients,
 )
 from composable_shard.flat_param.full_values import HAVE_VALUES, FullState
 from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.gradients import drop_unpacked
+from composable_shard.flat_param.gradients_at_rest import (
+    drop_gradient,
+    gradient_shard,
+    has_gradients,
+    set_gradients,
+    write_unsharded_gradients,
+)
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
-from composable_shard.flat_param.memory import Extension, Precision, plan_layout
-from composable_shard.flat_param.owners import settle_owners
+from composable_shard.flat_param.memory import plan_layout
+from composable_shard.flat_param.owners import balance_owners
 from composable_shard.flat_param.param_classes import UnshardedParameter
+from composable_shard.flat_param.pending_gradients import (
+    drop_pending,
+    forget_pending,
+    keep_left_gradients,
+    mark_pending,
+    needs_reduction,
+    pending_values,
+    unmark_pending,
+    unmarked,
+)
+from composable_shard.flat_param.precision import Precision
+from composable_shard.flat_param.readers import (
+    FORWARD,
+    GRAPH,
+    HELD,
+    HIDDEN_ALIAS,
+    KEEP_MEMORY,
+    LATE_GRAPH,
+    NESTED,
+    RESHARD,
+)
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
+from composable_shard.flat_param.scopes import (
+    check_scope,
+    check_scope_flags,
+    enter_scope,
+    keep_scope_flags,
+    leave_scope,
+    show_in_scope,
+    show_scope_params,
+)
 from composable_shard.flat_param.shown import Shown
+from composable_shard.flat_param.slots import (
+    FlatSlot,
+    ModuleItems,
+    Slot,
+    find_kept_items,
+    find_slots,
+    slot_key,
+)
+from composable_shard.flat_param.swapping import give_back, swap_keeping_hooks
 from composable_shard.flat_param.unsharded_params import LOCKED
+from composable_shard.flat_param.user_hooks import has_gradient_hooks, run_gradient_hooks

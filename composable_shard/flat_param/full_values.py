@@ -57,6 +57,7 @@ from composable_shard.comm import (
 from composable_shard.flat_param.entries import zero_padding
 from composable_shard.flat_param.initial_values import checksum
 from composable_shard.flat_param.local_shard import LocalShard
+from composable_shard.flat_param.readers import GRAPH, WRITE, Readers
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.unsharded_params import UnshardedParams
 from composable_shard.tensor import UnitLabel
@@ -71,21 +72,24 @@ class FullState(Enum):
     CURRENT = "full values, as they were gathered"
     STALE = "full values of shards that were written since"
     PARTIAL = "no full values; this rank keeps its part for a small group"
-    HOLDS_GRADIENTS = "gradients in the place of values, or terms of a reduction"
+    HOLDS_GRADIENTS = "gradients in the place of values, [Note: Packing in place]"
+    HOLDS_TERMS = "other ranks' terms of a reduction whose gradients are elsewhere"
 
     __hash__ = object.__hash__  # Enum's own is a slow Python function
 
 
-FREED, GATHERING, CURRENT, STALE, PARTIAL, HOLDS_GRADIENTS = FullState
+FREED, GATHERING, CURRENT, STALE, PARTIAL, HOLDS_GRADIENTS, HOLDS_TERMS = FullState
 HAVE_VALUES = CURRENT, STALE, GATHERING  # full values are there, or a gather still writes them
+_HOLD_NO_VALUES = FREED, HOLDS_GRADIENTS, HOLDS_TERMS
 
 MOVES: dict[FullState, frozenset[FullState]] = {
-    FREED: frozenset({GATHERING, HOLDS_GRADIENTS}),
+    FREED: frozenset({GATHERING, HOLDS_TERMS}),
     GATHERING: frozenset({CURRENT, FREED}),
-    CURRENT: frozenset({STALE, FREED, PARTIAL, HOLDS_GRADIENTS}),
-    STALE: frozenset({GATHERING, FREED, HOLDS_GRADIENTS}),
-    PARTIAL: frozenset({GATHERING, FREED, HOLDS_GRADIENTS}),
+    CURRENT: frozenset({STALE, FREED, PARTIAL, HOLDS_GRADIENTS, HOLDS_TERMS}),
+    STALE: frozenset({GATHERING, FREED, HOLDS_GRADIENTS, HOLDS_TERMS}),
+    PARTIAL: frozenset({GATHERING, FREED, HOLDS_TERMS}),
     HOLDS_GRADIENTS: frozenset({GATHERING, FREED}),
+    HOLDS_TERMS: frozenset({GATHERING, FREED}),
 }
 
 
@@ -107,9 +111,8 @@ class FullValues:
         has_separate_shard: The local shard is never part of the buffer.
         is_whole: The local shard is the buffer, so that nothing needs to be filled.
         small_group: The ranks that hold all values once between forward and backward, if any.
-        claims: Those who need the full values: units in forward, and `unshard` calls.
+        readers: Who may still read the values.
         params: The parameters that are views of the buffer.
-        serves_graphs: A graph may read the values later, see [Note: Graphs of gradients].
     """
 
     def __init__(
@@ -134,10 +137,9 @@ class FullValues:
         self.is_whole = not (self.is_sharded or self.has_separate_shard)
         self.state = CURRENT if self.is_whole else FREED
         self.writes = -1
-        self.claims: set[object] = set()
+        self.readers = Readers()
         self.small_group: SmallGroup | None = None
-        self.params = UnshardedParams(buffer, shard.layout)
-        self.serves_graphs = False
+        self.params = UnshardedParams(buffer, shard.layout, self.readers)
         self._written_back = -1  # guard.num_writes after the last writeback by hand
         self._gather: Waitable | None = None  # while GATHERING
         self._all_gather: AllGather | None = None  # into `output`; made by the first gather
@@ -154,9 +156,9 @@ class FullValues:
         self.state = state
 
     def take_over(self, other: FullValues) -> None:
-        """Take over name, claims and small group of the full values that these replace."""
-        self.label, self.claims = other.label, other.claims
-        self.small_group = other.small_group
+        """Take over name, readers and small group of the full values that these replace."""
+        self.label, self.small_group = other.label, other.small_group
+        self.readers.follow(other.readers)
         self.params.follow(other.params)
 
     @property
@@ -174,8 +176,8 @@ class FullValues:
         if self.state is GATHERING and self.is_current:
             self.wait()
         # What stays for a graph alone is there until shards are written.
-        has_current = self.state is CURRENT and (self.is_current or self.serves_graphs)
-        return self.is_whole or has_current
+        has_current = self.state is CURRENT and (self.is_current or self.readers.bits & GRAPH)
+        return self.is_whole or bool(has_current)
 
     def set_small_group(self, group: SmallGroup | None) -> None:
         """Set the group for which `free(keeps_part=True)` keeps a part, see [Note: Small group]."""
@@ -185,14 +187,14 @@ class FullValues:
 
     def serve_graphs(self) -> None:
         """Keep the values until shards are written, see [Note: Graphs of gradients]."""
-        if not self.serves_graphs:
-            self.serves_graphs = True
+        if not self.readers.bits & GRAPH:
+            self.readers.add(GRAPH)
             _watch_writes(self)
 
-    def end_graphs(self) -> None:
-        """Stop keeping the values for graphs; a graph that still reads them raises."""
-        if self.serves_graphs:
-            self.serves_graphs = False
+    def end_graphs(self, event: str) -> None:
+        """Stop keeping the values for graphs, `WRITE` or `RESHARD`; one that reads them raises."""
+        if self.readers.bits & GRAPH:
+            self.readers.end(event)
             self.params.expire()
 
     # Gather, wait, free
@@ -202,6 +204,9 @@ class FullValues:
 
         See `FlatParamHandle.unshard`. If the gather fails, the values are freed.
         """
+        # The wait comes first: two gathers into one buffer could end in either order. The lock
+        # comes before the gather, which overwrites what a graph may read as soon as it is issued;
+        # freed values were locked when they were freed.
         if self.state is GATHERING:
             self.wait()
         if self.state is CURRENT:
@@ -217,10 +222,12 @@ class FullValues:
         except BaseException:
             self._give_up(None, streams)
             raise
+        # Last: if an interrupt cuts `_give_up` short, the state stays GATHERING, and with the count
+        # set the next forward would take for values what nobody has written.
         self.writes = self.shard.guard.num_writes
         if self._gather is None:
             self.move(CURRENT)
-        elif self.serves_graphs:
+        elif self.readers.bits & GRAPH:
             self.wait()
 
     def _issue(self, streams: Streams | None, when: str) -> Waitable | None:
@@ -290,7 +297,9 @@ class FullValues:
         if gather is not None:
             collectives.abandon(gather)
         elif self.is_sharded:
-            collectives.settle(self.shard.shard_group.group)  # an interrupt may have lost one
+            collectives.wait_for_interrupted(
+                self.shard.shard_group.group
+            )  # an interrupt may have lost one
         if streams is not None:
             torch.accelerator.current_stream().wait_stream(streams.unshard_stream)
         self._gather = self._part = None
@@ -299,7 +308,7 @@ class FullValues:
     def free(self, *, keeps_part: bool = False) -> None:
         """Free the values, after waiting for a gather in flight; a kept buffer stays as it is.
 
-        Gradients in the place of values stay until `end_gradients`; values that a graph may read
+        Gradients and terms of a reduction stay until `end_gradients`; values that a graph may read
         stay too. With `keeps_part` this rank's part in the small group stays, if there is one.
         """
         part, writes = None, self.shard.guard.num_writes
@@ -309,9 +318,9 @@ class FullValues:
         self._part = None
         if self.state is PARTIAL:
             self.move(FREED)
-        if not self.is_sharded or self.state is FREED or self.state is HOLDS_GRADIENTS:
+        if not self.is_sharded or self.state in _HOLD_NO_VALUES:
             return
-        if self.state is GATHERING or self.serves_graphs:
+        if self.state is GATHERING or self.readers.bits & GRAPH:
             # The backend still writes into the storage. Ignore errors: the values are not needed,
             # and an earlier error may be the cause.
             with suppress(RuntimeError):
@@ -319,7 +328,7 @@ class FullValues:
         if self.is_kept:
             return
         self._part = part
-        if self.serves_graphs:
+        if self.readers.bits & GRAPH:
             self.writes = -1
             return
         self._forget(FREED if part is None else PARTIAL)
@@ -375,23 +384,29 @@ class FullValues:
 
     # Gradients in the place of values
 
-    def hold_gradients(self, *, are_packed: bool) -> None:
-        """Note that gradients take the place of the values, see [Note: Packing in place].
+    def hold_gradients(self) -> None:
+        """Let gradients take the place of the values one by one, see [Note: Packing in place].
 
-        Packed gradients were written through the parameters, which changed their versions.
+        The others are still read, so nothing is locked here: packing writes through the parameters,
+        which changes their versions.
         """
         if self.state is not HOLDS_GRADIENTS:
             self.move(HOLDS_GRADIENTS)
         self.writes = -1
         self._part = None
-        if are_packed:
-            self.params.is_locked = True  # one by one: backward still reads other values
-        else:
-            self.params.lock()
+        self.params.is_locked = True
+
+    def hold_terms(self) -> None:
+        """Let a reduction of gradients that are elsewhere use the memory, at once."""
+        if self.state is not HOLDS_TERMS:
+            self.move(HOLDS_TERMS)
+        self.writes = -1
+        self._part = None
+        self.params.lock()
 
     def end_gradients(self) -> None:
-        """Free the memory of gradients that took the place of the values, if any did."""
-        if self.state is HOLDS_GRADIENTS:
+        """Free the memory that gradients or a reduction have taken from the values, if any has."""
+        if self.state is HOLDS_GRADIENTS or self.state is HOLDS_TERMS:
             self._forget()
             if trace.logs:
                 trace.record("free", self.label.name)
@@ -399,7 +414,7 @@ class FullValues:
 
 def _watch_writes(full: FullValues) -> None:
     # Weak: a parameter, which leads to the guard, may outlive its module.
-    full.shard.guard.at_next_write(partial(_note_write, weakref.ref(full)))
+    full.shard.guard.at_next_write("full values", partial(_note_write, weakref.ref(full)))
 
 
 def _note_write(full_ref: weakref.ref[FullValues]) -> None:
@@ -407,7 +422,7 @@ def _note_write(full_ref: weakref.ref[FullValues]) -> None:
     full = full_ref()
     if full is None:
         return
-    full.end_graphs()
-    if not full.claims:
+    full.end_graphs(WRITE)
+    if not full.readers.claims:
         full.free()
         full.params.lock()  # a kept buffer

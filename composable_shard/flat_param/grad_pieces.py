@@ -85,7 +85,7 @@ def wrap_all(
     return shards
 
 
-def set_gradients(
+def add_gradients(
     entries: Sequence[ParamEntry],
     shards: Sequence[FlatShard | None],
     used: Sequence[bool],
@@ -270,8 +270,8 @@ def packing_scale(
     return scale, factor
 
 
-def note_used(flat: FlatEntry, used: list[bool]) -> list[bool]:
-    """Note the parameters whose gradients the flat parameter's `.grad` is about to get.
+def add_used(flat: FlatEntry, used: list[bool]) -> list[bool]:
+    """Add the parameters whose gradients the flat parameter's `.grad` is about to get.
 
     Returns:
         Whether it gets any, as a list for that one parameter.

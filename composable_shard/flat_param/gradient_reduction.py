@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import (
-    CommHook,
     PendingReduction,
     ReduceScatter,
     ReductionStage,
@@ -28,6 +27,7 @@ from composable_shard.comm import (
     collectives,
 )
 from composable_shard.layout import FlatLayout
+from composable_shard.options import UnitSettings
 from composable_shard.tensor import UnitLabel
 from composable_shard.torch_private import storage_of
 
@@ -70,7 +70,7 @@ class FlatReduction:
     Attributes:
         shard_group: The ranks that share the flat parameter, and the ranks that hold copies.
         label: Label of the unit, for messages.
-        divide_factor: Divisor of the sum over all data-parallel ranks; None: their number.
+        settings: The unit's, for the divisor and the comm hook. [Note: Comm hooks]
         main_dtype: Dtype of `partial`, and of results that need no further reduction.
         output_dtype: Dtype in which the ranks' terms are added up.
         own_numel: Elements of this rank's shard.
@@ -85,8 +85,7 @@ class FlatReduction:
         self._num_ranks = shard_group.num_ranks
         self.own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
         self.label = UnitLabel("?")
-        self.divide_factor: float | None = None
-        self._hook: tuple[CommHook, object] | None = None
+        self.settings = UnitSettings()
         self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
         self.partial: Tensor | None = None
         self._reduce_scatter: ReduceScatter | None = None  # where there is a first stage
@@ -130,26 +129,6 @@ class FlatReduction:
         is_cast = self.output_dtype != self._reduce_scatter.dtype
         return self._reduce_scatter.scratch_parts(in_place=in_place or is_cast)
 
-    @property
-    def hook_name(self) -> str | None:
-        """The name of the comm hook, None where there is none."""
-        if self._hook is None:
-            return None
-        hook, _ = self._hook
-        return str(getattr(hook, "__qualname__", type(hook).__qualname__))
-
-    def take_options(self, other: FlatReduction) -> None:
-        """Take over the users' settings of another reduction."""
-        self.divide_factor, self._hook = other.divide_factor, other._hook
-
-    def set_divide_factor(self, factor: float | None) -> None:
-        """Set the divisor of the sum over all data-parallel ranks; None: their number."""
-        self.divide_factor = factor
-
-    def set_hook(self, hook: CommHook | None, state: object) -> None:
-        """Make a hook replace the collectives from now on; None: use them. [Note: Comm hooks]"""
-        self._hook = None if hook is None else (hook, state)
-
     def start(
         self,
         buffer: Tensor,
@@ -171,7 +150,7 @@ class FlatReduction:
             prescale: Factor by which the gradients were multiplied already.
             is_deferred: Whether to postpone the second stage.
         """
-        scale = 1.0 / (self.divide_factor or self._num_ranks) / prescale
+        scale = 1.0 / (self.settings.gradient_divide_factor or self._num_ranks) / prescale
         self._is_deferred = is_deferred
         if streams is None:
             self.output = self._issue(buffer, scratch, scale, output)
@@ -195,7 +174,7 @@ class FlatReduction:
         self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None
     ) -> Tensor:
         group = self.shard_group
-        if self._hook is not None:
+        if self.settings.comm_hook is not None:
             # The padding was not packed, but a hook may quantise it with its neighbours.
             for start, end in self._layout.padding_ranges():
                 buffer[start:end].zero_()
@@ -215,7 +194,7 @@ class FlatReduction:
     def _issue_scatter(
         self, output: Tensor, buffer: Tensor, scratch: Tensor | None, scale: float
     ) -> PendingReduction:
-        if self._hook is None:
+        if self.settings.comm_hook is None:
             assert self._reduce_scatter is not None
             return self._reduce_scatter.start(output, buffer, scratch, scale, unit=self.label.text)
         group, key = self.shard_group.reduce_group or self.shard_group.group, self._keys[0]
@@ -223,7 +202,7 @@ class FlatReduction:
         stage = ReductionStage(
             "reduce_scatter", buffer, output, group, scale, key, numels, self.label.text
         )
-        work = call_hook(*self._hook, stage)
+        work = call_hook(*self.settings.comm_hook, stage)
         return PendingReduction(work, stage.output, stage.gradient, None, stage.scale)
 
     def _issue_all_reduce(self, output: Tensor) -> None:
@@ -236,13 +215,13 @@ class FlatReduction:
     def _start_all_reduce(
         self, output: Tensor, group: dist.ProcessGroup, key: StageKey
     ) -> Waitable:
-        if self._hook is None:
+        if self.settings.comm_hook is None:
             what = f"the reduction of {self.label.text}"
             return collectives.all_reduce(output, group, what=what)
         stage = ReductionStage(
             "all_reduce", output, output, group, self._scale, key, unit=self.label.text
         )
-        return call_hook(*self._hook, stage)
+        return call_hook(*self.settings.comm_hook, stage)
 
     def advance(self) -> None:
         """Wait until the buffer is free; start the second stage, if any.
@@ -310,7 +289,7 @@ class FlatReduction:
         self._scatter = self._all_reduce = None
         group = self.shard_group
         for each in (*(group.group,) * (group.size > 1), *group.replicate_groups):
-            collectives.settle(each)  # an interrupt may have lost a collective
+            collectives.wait_for_interrupted(each)  # an interrupt may have lost a collective
         if self._read is not None:
             # The stream may read buffers that are about to be reused.
             torch.accelerator.current_stream().wait_stream(self._read[0])

@@ -8,11 +8,7 @@ from operator import add, or_
 import torch
 from torch import Tensor, is_grad_enabled, mul
 
-from composable_shard.comm import (
-    ShardGroup,
-    Streams,
-    trace,
-)
+from composable_shard.comm import ShardGroup, Streams, trace
 from composable_shard.flat_param.entries import zero_gaps
 from composable_shard.flat_param.full_values import (
     CURRENT,
@@ -25,18 +21,19 @@ from composable_shard.flat_param.grad_pieces import (
     GradPieces,
     OwnBuffer,
     Packing,
+    add_gradients,
+    add_used,
     check_has_place,
     copy_arrived,
     local_gradient,
     move_shard,
-    note_used,
     packing_scale,
-    set_gradients,
     wrap_all,
     write_gradient,
 )
 from composable_shard.flat_param.gradient_reduction import FlatReduction, ScratchPool
 from composable_shard.flat_param.host_gradient import HostGradient
+from composable_shard.flat_param.readers import BACKWARD, HIDDEN_ALIAS, LATE_GRAPH
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.layout import FlatLayout
@@ -62,7 +59,7 @@ class FlatGradients:
         reduced: Shape `(layout.shard_numel,)`, or None before the first `finish`.
         reduction: Reduces the buffer.
         is_persistent: The buffer stays, see [Note: Persistent gradients].
-        is_direct: Gradients go into the open round as they arrive, see `take_directly`.
+        is_direct: Gradients go into the open round as they arrive, see `set_direct`.
         is_unsynced: A later backward must reduce this on every rank, even where a rank has dropped
             the gradients since.
         has_graph: Gradients came with a graph (create_graph), which is not kept.
@@ -212,9 +209,7 @@ class FlatGradients:
                 and packing.may_share
                 and not full.is_kept
                 and (full.state is CURRENT or full.state is STALE)
-                and not full.claims
-                and not full.params.has_late_reads
-                and not full.params.aliases.are_hidden
+                and not (full.readers.claims or full.readers.bits)
             )
         view = self.views[index]  # type: ignore[index]
         if self.arrived[index]:
@@ -223,7 +218,7 @@ class FlatGradients:
             write_gradient(view, gradient, packing.factor)
             self.arrived[index] = True
 
-    def take_directly(self, flag: bool) -> None:
+    def set_direct(self, flag: bool) -> None:
         """Choose whether gradients go into the open round without a call of the runtime."""
         packing = self.packing
         is_plain = packing is not None and packing.is_plain
@@ -245,7 +240,9 @@ class FlatGradients:
 
     def pack_rest(self, *, may_overwrite: bool) -> None:
         """Pack gradients left unpacked by earlier microbatches; raise if hooks edited values."""
-        is_held = self._full is not None and bool(self._full.claims)  # users may set gradients then
+        is_held = self._full is not None and bool(
+            self._full.readers.claims
+        )  # users may set gradients then
         if is_held or not all(self.arrived):
             with torch.no_grad():  # gradients of create_graph have a graph, the buffer has none
                 for index in range(len(self.arrived)):
@@ -256,7 +253,7 @@ class FlatGradients:
         if packing.is_plain:
             params = full.params
             expected = [*map(add, params.versions, self.arrived)]
-            if params.aliases.are_hidden or [*map(version_of, params.watched)] != expected:
+            if params.readers.bits & HIDDEN_ALIAS or [*map(version_of, params.watched)] != expected:
                 params.check_overwritten(expected)
 
     def _begin_round(self) -> None:
@@ -275,7 +272,7 @@ class FlatGradients:
             # An earlier round of this backward left its result in the buffer.
             self.reduced = self.reduced.clone()
         if in_place and self._full is not None and self.packing is not None:
-            self._full.hold_gradients(are_packed=True)
+            self._full.hold_gradients()
             self._full.params.aliases.overwritten = self.arrived
             self.views = self.packing.places
         else:
@@ -349,7 +346,7 @@ class FlatGradients:
         self, full: FullValues, packing: Packing, pool: ScratchPool, *, may_share: bool
     ) -> Tensor | None:
         """Return scratch memory: the buffer that does not hold the gradients, or new memory."""
-        if packing.num_terms == 0 or self.reduction.hook_name:
+        if packing.num_terms == 0 or self.reduction.settings.comm_hook:
             return None
         numel, own = packing.num_terms * self.reduction.own_numel, self._own.buffer
         if self.is_persistent:
@@ -361,7 +358,7 @@ class FlatGradients:
         if not may_share or numel > scratch.numel():  # as with a large, uneven shard
             return scratch.new_empty(numel, dtype=own.dtype)
         if not is_in_place:
-            full.hold_gradients(are_packed=False)
+            full.hold_terms()
         alloc_storage(scratch)
         return scratch[:numel]
 
@@ -392,6 +389,8 @@ class FlatGradients:
         """
         if self.reduction.output is None:
             return
+        # Free the buffers after the wait, which ends the reads of them, but also if it fails: the
+        # reduction has given up its output by then, so no later `finish` would come this far.
         try:
             output = self.reduction.finish()
         finally:
@@ -419,22 +418,22 @@ class FlatGradients:
         assert full is not None
         if self.layout.owners:
             full.expire()  # [Note: Writes by owners]
-        if full.params.has_late_reads:
-            full.params.note_graphs_end()
+        if full.readers.bits & LATE_GRAPH:
+            full.readers.end(BACKWARD)
         is_partial = self.reduction.partial is not None
         pieces = self._ready_pieces(is_partial=is_partial)
         if is_partial:
             self.was_used = used  # until the postponed all-reduce
             return
         if shown.shows_flat and shown.flat is not None:
-            used = note_used(shown.flat, used)
+            used = add_used(shown.flat, used)
         reduced, self.reduced = self.reduced, None
         self.was_used = [False] * len(self.was_used)
         at_rest = shown.at_rest
         if pieces is None and reduced is not None:
             pieces = self.pieces.split(reduced)
         if pieces is not None:
-            set_gradients(at_rest, wrap_all(pieces, at_rest), used)
+            add_gradients(at_rest, wrap_all(pieces, at_rest), used)
         if self.has_graph:
             self.has_graph = False
             refuse_graphs([each.sharded for each in at_rest], used)
@@ -491,5 +490,5 @@ def in_layout(layout: FlatLayout, grads: FlatGradients) -> FlatGradients:
     other.reduction.label = grads.reduction.label
     other.marks, other.has_graph = grads.marks, grads.has_graph
     other.is_unsynced = grads.is_unsynced
-    other.reduction.take_options(grads.reduction)
+    other.reduction.settings = grads.reduction.settings
     return other

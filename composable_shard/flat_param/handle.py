@@ -13,29 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from composable_shard.comm import ShardGroup, Streams, note_setting
-from composable_shard.flat_param.entries import (
-    FlatEntry,
-    ParamEntry,
-    set_requires_grad,
-    zero_gaps,
-)
-from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, STALE, FullValues
+from composable_shard.comm import ShardGroup, Streams, enter_setting
+from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
+from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, HOLDS_TERMS, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
+from composable_shard.flat_param.hidden import set_requires_grad
 from composable_shard.flat_param.initial_values import InitialValues
-from composable_shard.flat_param.memory import MemoryPlan, Precision
+from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.param_classes import copy_unsharded
+from composable_shard.flat_param.precision import Precision
+from composable_shard.flat_param.readers import HIDDEN_ALIAS
 from composable_shard.flat_param.shown import (
     SHARDED,
     ShownParams,
     check_flags,
     let_stand,
-    take_flags,
+    set_trainable_flags,
     trainable_flags,
 )
 from composable_shard.flat_param.storage import alloc_storage, free_storage
+from composable_shard.flat_param.user_hooks import adopt_hooks
 from composable_shard.layout import FlatLayout
-from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy
+from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy, UnitSettings
 from composable_shard.tensor import (
     FlatShard,
     FlatShardOfDTensor,
@@ -73,7 +72,7 @@ class FlatParamHandle:
         granularities: How finely each parameter may be cut.
         shard_group: The ranks that share the flat parameter, and the ranks that hold copies.
         strategy: What each rank keeps.
-        reshards_after_backward: Whether the end of a backward frees the full values.
+        settings: The unit's, which the setters have changed.
         precision: The dtypes that differ from the local shard's.
         offload: What lives on the host.
         entries: The managed parameters, in order.
@@ -109,7 +108,7 @@ class FlatParamHandle:
         self.precision = precision or Precision()
         self.shard_group = shard_group
         self.strategy = strategy
-        self.reshards_after_backward = True
+        self.settings = UnitSettings()
         self.requires_grad = requires_grad
         self.has_fixed_owners = False
         self.label = UnitLabel(specs[0].label.fqn)
@@ -218,7 +217,7 @@ class FlatParamHandle:
             "granularities": self.granularities,
             "shard_group": self.shard_group,
             "strategy": self.strategy,
-            "reshards_after_backward": self.reshards_after_backward,
+            "settings": self.settings.of_copy(),
             "precision": self.precision,
             "offload": self.offload,
             "requires_grad": self.requires_grad,
@@ -226,7 +225,6 @@ class FlatParamHandle:
             "entries": [(entry.sharded, entry.slots) for entry in self.entries],
             "parts": (
                 self.full.small_group,
-                self.grads.reduction.divide_factor,
                 None if flat is None else (flat.sharded, flat.used),
                 self.shown.flat_slot,
                 self.shown.shows_flat,
@@ -242,7 +240,7 @@ class FlatParamHandle:
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        small_group, divide_factor, flat, flat_slot, shows_flat = state.pop("parts")
+        small_group, flat, flat_slot, shows_flat = state.pop("parts")
         self.__dict__.update(state)
         self.entries = [
             # The parameter's own spec: optimizers compare specs by identity first.
@@ -253,10 +251,10 @@ class FlatParamHandle:
             sharded, used = flat
             flat = FlatEntry(sharded, sharded._shard_spec, shard_view=sharded._local, used=used)
         self._reset(flat, shows_flat=shows_flat)
+        self.take_settings(self.settings)
         self.shown.set_flat_slot(flat_slot)
-        self.grads.reduction.set_divide_factor(divide_factor)
         with torch.inference_mode(False), torch.no_grad():
-            self.take_slices()
+            self.rebuild_shard()
         self.full.label = self.grads.reduction.label = self.label
         self.full.set_small_group(small_group)
 
@@ -334,9 +332,9 @@ class FlatParamHandle:
             self._adopt_shown_flags("while its full values were shown")
         if self.guard.has_new_attributes and self.is_attached:
             self._adopt_requires_grad()
-            self.shown.adopt_hooks()
+            adopt_hooks(self.shown)
             # A backward keeps buffers whose parameters were frozen: the next forward frees them.
-            self.guard.note_attributes(self.guard.is_backward_running)
+            self.guard.set_new_attributes(self.guard.is_backward_running)
 
     def _adopt_shown_flags(self, where: str) -> None:
         changed = self.full.params.changed_flags()
@@ -346,15 +344,15 @@ class FlatParamHandle:
             flags = [changed.get(index, flag) for index, flag in enumerate(at_rest)]
             check_flags(self.shown, flags, self.name, where)
             self.full.params.set_flags(flags)
-            take_flags(self.shown, flags)
+            set_trainable_flags(self.shown, flags)
 
     def _adopt_requires_grad(self) -> None:
         shown, flags = self.shown, trainable_flags(self.shown)
         is_trainable = any(flags)
         if shown.agreed_flags is not None and flags != shown.agreed_flags:
             groups = self.shard_group.group, *self.shard_group.joint_groups
-            note_setting(f"requires_grad of unit '{self.name}' set to {flags}", groups)
-            shown.note_agreement()
+            enter_setting(f"requires_grad of unit '{self.name}' set to {flags}", groups)
+            shown.remember_agreed_flags()
         for entry, flag in zip(self.entries, flags, strict=True):
             set_requires_grad(entry.sharded, flag)
         if not shown.shows_flat and shown.flat is not None:
@@ -379,13 +377,13 @@ class FlatParamHandle:
         self.initial.forget()
         self.is_attached = False
         with torch.inference_mode(False), torch.no_grad():
-            self.take_slices(self.full)  # each old slice is freed as its parameter leaves it
+            self.rebuild_shard(self.full)  # each old slice is freed as its parameter leaves it
             if self.on_gradient is not None:
                 self._build_unsharded_params()
-        self.guard.note_attributes(True)
+        self.guard.set_new_attributes(True)
         self.is_attached = self.on_gradient is not None  # last, as in `attach`
 
-    def take_slices(self, before: FullValues | None = None) -> None:
+    def rebuild_shard(self, before: FullValues | None = None) -> None:
         """Copy the parameters shown at rest into a new flat shard; all become views of it.
 
         The new full values replace those `before`.
@@ -422,7 +420,7 @@ class FlatParamHandle:
             return  # `full.is_current`, inlined for most calls
         if full.is_whole or self.shown.scope is not None:
             return
-        if full.state is HOLDS_GRADIENTS:
+        if full.state is HOLDS_GRADIENTS or full.state is HOLDS_TERMS:
             # Another use in this backward needs the values while their storage serves a reduction.
             self.grads.finish()
             self.grads.move_out()
@@ -442,7 +440,7 @@ class FlatParamHandle:
                         return True
         return False
 
-    def take_back(self, where: str, *, keeps: bool = False) -> bool:
+    def adopt_shown_changes(self, where: str, *, keeps: bool = False) -> bool:
         """Adopt or report changes of the full parameters, which modules stop showing.
 
         `requires_grad_()` takes effect now, and edits that will be lost cause a warning. Returns
@@ -463,7 +461,8 @@ class FlatParamHandle:
         if params.is_locked:
             return False  # users could not edit them, or gradients overwrote them
         is_edited = [*map(version_of, params.watched)] != params.versions
-        if not (is_edited or params.aliases.are_hidden) or not params.edited(params.versions):
+        is_edited = is_edited or bool(params.readers.bits & HIDDEN_ALIAS)
+        if not is_edited or not params.edited(params.versions):
             return False
         if keeps and self.full.can_write_back:
             return self.full.keep_edits()
@@ -474,9 +473,9 @@ class FlatParamHandle:
         """Make the owners of whole parameters final."""
         self.has_fixed_owners = True
 
-    def set_reshard_after_backward(self, flag: bool) -> None:
-        """Choose whether the end of a backward frees the full values."""
-        self.reshards_after_backward = flag
+    def take_settings(self, settings: UnitSettings) -> None:
+        """Follow the settings of the unit from now on."""
+        self.settings = self.grads.reduction.settings = settings
 
     def check_ready(self) -> None:
         """Check that the shard is on a real device, and pinned if it was made so.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from composable_shard.flat_param.kept_params import Kept, as_itself, run_on_shown, values_for
 from composable_shard.flat_param.param_classes import Aliases
+from composable_shard.flat_param.readers import Readers
 from composable_shard.torch_private import disabled_torch_function
 
 
@@ -66,18 +67,19 @@ class ClassNotes(Aliases):
 
     Args:
         param: The parameter, which gets these notes.
+        readers: Who may read its values.
     """
 
     __slots__ = ("_at_rest", "_kind", "_torch_function", "own_names")
 
-    def __init__(self, param: Any) -> None:
+    def __init__(self, param: Any, readers: Readers) -> None:
         self._kind: Any = type(param)
         self._at_rest: Any = type(self._kind.__name__, (_AtRest, self._kind), {"__slots__": ()})
         bases = [base for base in self._kind.__mro__ if base not in Tensor.__mro__]
         defined = {name for base in bases for name in vars(base) if not name.startswith("__")}
         #: What the class may read of the object without an operation.
         self.own_names = frozenset({*defined, *self._kind.__tensor_flatten__(param)[0]})
-        super().__init__()
+        super().__init__(readers)
         vars(param)["shard_aliases"] = self
 
     @property

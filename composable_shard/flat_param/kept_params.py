@@ -54,6 +54,8 @@ class Kept:
 def shown_for(kept: Any) -> Any:
     """Return what modules show in place of a full parameter; itself if they show it."""
     aliases, position = kept.shard_aliases, kept.shard_position
+    # Before the handle is asked: the notes of a parameter that is being built have none yet, and
+    # where a model was deleted, memory that nobody frees or writes still serves who was shown it.
     if aliases.torch_function is disabled_torch_function:
         return kept
     handle = aliases.handle()

@@ -84,7 +84,7 @@ class LocalShard:
         staged = target if is_same else torch.empty_like(shard, device=self.device)
         assert staged is not None
         event = copies.copy_to_device(staged, shard)
-        self.guard.note_read(partial(copies.wait_on_host, event))
+        self.guard.add_read(partial(copies.wait_on_host, event))
         return staged if is_same or target is None else target.copy_(staged)
 
     # To and from full values that are not the handle's

@@ -124,7 +124,7 @@ class _Pool:
     sizes: Sequence[int] = ()  # bytes of parameters without a unit yet
 
 
-def settle_owners(
+def balance_owners(
     handles: Sequence[FlatParamHandle],
     shard_group: ShardGroup | None = None,
     sizes: Sequence[int] = (),

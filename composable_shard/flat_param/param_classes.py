@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.flat_param.kept_params import ALL, Kept, KeptMeta, shown_for, values_for
+from composable_shard.flat_param.readers import HIDDEN_ALIAS, Readers
 from composable_shard.tensor import (
     FlatShard,
     HiddenGradient,
@@ -42,19 +43,19 @@ class Aliases:
     """Notes that the parameters of one flat parameter share."""
 
     __slots__ = (
-        "are_hidden",
         "handle",
         "has_new_flags",
         "left",
         "overwritten",
+        "readers",
         "torch_function",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, readers: Readers | None = None) -> None:
+        self.readers = readers or Readers()
         self.handle: Callable[[], Any] = _no_handle  # until gradients are hooked
         # Positions whose gradient the user set; whether there was one at rest, which it replaces.
         self.left: dict[int, bool] = {}
-        self.are_hidden = False  # an alias was taken that autograd can't see
         self.has_new_flags = False  # `requires_grad` of a parameter was set
         # By position: the gradient has overwritten the value; None: no value can be overwritten.
         self.overwritten: Sequence[bool] | None = None
@@ -69,6 +70,8 @@ class Aliases:
         entry = shown.flat if position == ALL else handle.entries[position]
         holder = shown.flat if shown.shows_flat else entry
         grad = holder.sharded.grad
+        # One `.grad` may be that of other parameters alone. The waiting ones are asked first: where
+        # this parameter has one, the flat `.grad` is its too, though nothing was reduced yet.
         if grad is not None and holder is not entry and not handle.grads.used[position]:
             is_others = any(holder.used) and not holder.used[position]
             grad = None if is_others or reduced_gradient(holder.sharded) is None else grad
@@ -109,13 +112,13 @@ class Aliases:
 
     def check_can_copy(self, param: Any) -> None:
         """Check that no gradient has taken the place of a value, for a copy without an alias."""
-        are_hidden = self.are_hidden
-        self.note_hidden(param)
-        self.are_hidden = are_hidden
+        bits = self.readers.bits
+        self.enter_hidden_alias(param)
+        self.readers.bits = bits
 
-    def note_hidden(self, param: UnshardedParameter) -> None:
-        """Note that an alias of a parameter is taken; raise if a gradient has taken its place."""
-        self.are_hidden = True
+    def enter_hidden_alias(self, param: UnshardedParameter) -> None:
+        """Enter whoever takes an alias of a parameter; raise if a gradient has taken its place."""
+        self.readers.add(HIDDEN_ALIAS)
         if self.overwritten is not None and self.overwritten[param.shard_position]:
             raise RuntimeError(
                 f"the value of parameter '{param.shard_label}' was asked for in a backward in "
@@ -171,7 +174,7 @@ class UnshardedParameter(Kept, NeverStepped, nn.Parameter, metaclass=KeptMeta):
             )
         if (found := values_for(self)) is not self:
             return found.detach()  # type: ignore[no-any-return]
-        self.shard_aliases.note_hidden(self)
+        self.shard_aliases.enter_hidden_alias(self)
         return super().detach()
 
     @property
@@ -226,7 +229,7 @@ class UnshardedParameter(Kept, NeverStepped, nn.Parameter, metaclass=KeptMeta):
         """Return an array, as any tensor does; from then on gradients overwrite no values."""
         if (found := values_for(self)) is not self:
             return found.numpy(force=force)
-        self.shard_aliases.note_hidden(self)
+        self.shard_aliases.enter_hidden_alias(self)
         return super().numpy(force=force)
 
     @property
@@ -236,7 +239,7 @@ class UnshardedParameter(Kept, NeverStepped, nn.Parameter, metaclass=KeptMeta):
             return super().data  # the compiler checks its class, around the first run of a graph
         if (found := values_for(self)) is not self:
             return found.data  # type: ignore[no-any-return]
-        self.shard_aliases.note_hidden(self)
+        self.shard_aliases.enter_hidden_alias(self)
         alias: Tensor | None = self.shard_alias
         if alias is None:
             alias = self.shard_alias = super().data

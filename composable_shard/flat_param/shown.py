@@ -16,29 +16,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composable_shard.flat_param.entries import (
-    FlatEntry,
-    FlatSlot,
-    ParamEntry,
-    hide,
-    hide_flat,
-    set_requires_grad,
-    unhide,
-)
+from composable_shard.flat_param.entries import FlatEntry, ParamEntry
+from composable_shard.flat_param.hidden import hide, hide_flat, set_requires_grad, unhide
 from composable_shard.flat_param.kept_params import run_on_shown
-from composable_shard.flat_param.param_classes import (
-    Aliases,
-    UnshardedDTensor,
-    UnshardedParameter,
-)
+from composable_shard.flat_param.param_classes import Aliases
 from composable_shard.flat_param.scope_params import ScopeParams
-from composable_shard.tensor import WriteGuard, is_trainable, share_attributes
-from composable_shard.torch_private import (
-    DisableTorchFunctionSubclass,
-    disabled_torch_function,
-    post_accumulate_hooks_of,
-    pre_accumulate_hooks_of,
-)
+from composable_shard.flat_param.slots import FlatSlot
+from composable_shard.tensor import WriteGuard
+from composable_shard.torch_private import disabled_torch_function
 
 
 class Shown(Enum):
@@ -121,12 +106,12 @@ class ShownParams:
         self._hidden: list[tuple[Any, str, Tensor | None]] = []
         self.set_flat(flat, shows_flat=shows_flat)
 
-    def note_agreement(self) -> None:
-        """Note that all ranks have the current parameters and `requires_grad` flags."""
+    def remember_agreed_flags(self) -> None:
+        """Remember that all ranks have the current parameters and `requires_grad` flags."""
         self.agreed_flags = trainable_flags(self)
 
-    def note_early_hooks(self, flag: bool) -> None:
-        """Note whether any rank has hooks on gradients, see [Note: Early gradients]."""
+    def set_early_hooks(self, flag: bool) -> None:
+        """Say whether any rank has hooks on gradients, see [Note: Early gradients]."""
         self.has_early_hooks = flag
 
     def set_flat(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
@@ -149,7 +134,7 @@ class ShownParams:
                     self._hidden.append((place.module, key, entry.sharded))
         if self.shows_flat and self.flat is not None:
             slot = self.flat_slot
-            self._slots.append((slot.take(), slot.name, self.flat.sharded, None))
+            self._slots.append((slot.reserve(), slot.name, self.flat.sharded, None))
 
     @property
     def is_unsharded(self) -> bool:
@@ -204,15 +189,15 @@ class ShownParams:
     def show_again(self) -> None:
         """Make the modules show the parameters of `state`, after others were shown."""
         if self.state is UNSHARDED_FLAT and self.flat is not None:
-            self._show(None, self.flat.unsharded)
+            self.show(None, self.flat.unsharded)
             return
-        self._show(None, None)
+        self.show(None, None)
         for container, key, at_rest, unsharded in self._slots:
             container[key] = unsharded if self.state is UNSHARDED else at_rest
         if self.state is UNSHARDED or not self.shows_flat:
             self._hide(False)
 
-    def _show(self, originals: Sequence[Tensor] | None, flat: Tensor | None) -> None:
+    def show(self, originals: Sequence[Tensor] | None, flat: Tensor | None) -> None:
         """Make the modules show these parameters: one for each entry, or none of them."""
         for index, entry in enumerate(self.entries):
             for container, key, place in entry.slots:
@@ -233,6 +218,9 @@ class ShownParams:
 
     def check_registered(self) -> None:
         """Check that the modules still show our parameters."""
+        # Only where the modules show what `_slots` says. Scopes and the flat parameter of full
+        # values stand in other places; after an interrupt, CHANGING is some of each, and no user
+        # is to blame for that.
         is_unsharded = self.state is UNSHARDED
         if not is_unsharded and self.state is not SHARDED:
             return
@@ -241,94 +229,27 @@ class ShownParams:
                 found = container[key]
             except KeyError:
                 raise RuntimeError(
-                    f"parameter '{self._label_at(container, key)}' is gone from its module, as "
+                    f"parameter '{self.label_at(container, key)}' is gone from its module, as "
                     "after register_parametrization. Parametrize, prune or delete parameters "
                     "before fully_shard."
                 ) from None
             if found is not (unsharded if is_unsharded else at_rest):
                 is_same = at_rest is None or getattr(found, "shape", None) == at_rest.shape
                 raise RuntimeError(
-                    f"parameter '{self._label_at(container, key)}' was replaced by another object "
-                    f"({_describe(found)}) after fully_shard, as by assignment, "
+                    f"parameter '{self.label_at(container, key)}' was replaced by another object "
+                    f"({describe_object(found)}) after fully_shard, as by assignment, "
                     "functional_call or load_state_dict(assign=True). "
                     f"Its new value would be ignored. {_WRITE if is_same else _RESIZE}"
                 )
 
-    def _label_at(self, container: Any, key: Any) -> object:
+    def label_at(self, container: Any, key: Any) -> object:
         """Return the name of the parameter that is shown in a slot."""
         for entry in self.entries:
             if any(container is other and key == name for other, name, _ in entry.slots):
                 return entry.label if len(entry.slots) == 1 else f"{entry.label}, or one tied to it"
         return key if self.flat is None else self.flat.label
 
-    # Scopes
-
-    def enter_scope(self, full: ScopeParams | None) -> None:
-        """Show the parameters of an `unshard_params` scope; None for the sharded originals."""
-        if full is None:
-            self.unhide_all()
-        shown = [entry.sharded for entry in self.entries] if full is None else full.params
-        self.scope = Scope(shown, full, self.state, [])
-        self.guard.set_in_scope(True)
-        for entry, param in zip(self.entries, shown, strict=True):
-            if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
-                share_attributes(entry.unsharded, param)
-        self.show_in_scope(shown, None)
-        let_stand(self)
-
-    def show_in_scope(self, originals: Sequence[Tensor] | None, flat: Tensor | None) -> None:
-        """Show these parameters, and expect them to stay until the scope's end."""
-        assert self.scope is not None
-        self._show(originals, flat)
-        self.state = SCOPE_FLAT if originals is None else SCOPE
-        slots = [
-            (container, key, container[key])
-            for entry in self.entries
-            for container, key, _ in entry.slots
-        ]
-        if flat is not None:
-            slots.append((self.flat_slot.take(), self.flat_slot.name, flat))
-        self.scope.slots = slots
-
-    def show_scope_params(self) -> None:
-        """Show the originals again, for a forward, where the scope shows the flat parameter."""
-        if self.scope is not None and self.state is SCOPE_FLAT:
-            self.show_in_scope(self.scope.params, None)
-
-    def check_scope(self) -> None:
-        """Check that the modules still show the parameters of the scope."""
-        for container, key, shown in () if self.scope is None else self.scope.slots:
-            try:
-                found = container[key]
-            except KeyError:
-                found = None
-            except RuntimeError:
-                continue  # its module was deleted, as by replacing it in its parent
-            if found is not shown:
-                raise RuntimeError(
-                    f"parameter '{self._label_at(container, key)}' was replaced by another object "
-                    f"({_describe(found)}) inside unshard_params. Its value was not written back, "
-                    "nor was any other. Write into the existing parameter instead, for example "
-                    "`param.copy_(value)` under torch.no_grad()."
-                )
-
-    def leave_scope(self) -> None:
-        """Show again what was shown before the scope; no-op outside of one."""
-        if self.scope is None:
-            return
-        self.guard.set_in_scope(False)
-        for entry in self.entries:
-            if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
-                share_attributes(entry.unsharded, entry.sharded)
-        self.state = self.scope.before
-        self.hide_unshown()
-        self.show_again()
-        if not self.shows_flat:
-            self.flat_slot.remove()
-        let_stand(self)
-        self.scope = None  # last: whoever finds it after an interrupt repeats the rest
-
-    # Gradients of hidden parameters, and hooks
+    # Gradients of hidden parameters
 
     def unhide_all(self) -> None:
         """Allow gradients on all sharded parameters, in both forms."""
@@ -346,47 +267,11 @@ class ShownParams:
         elif self.flat is not None:
             hide_flat(self.flat.sharded)
 
-    def adopt_hooks(self) -> None:
-        """Make backward run the hooks that users put on parameters with `register_hook`."""
-        if self.flat is not None and pre_accumulate_hooks_of(self.flat.sharded):
-            raise RuntimeError(
-                f"the hooks on '{self.flat.label}' (register_hook) would never run: autograd "
-                "computes the gradients of the original parameters. Remove them, and use "
-                "register_post_accumulate_grad_hook, which sees the reduced gradient, or register "
-                "them on the original parameters after register_orig_params(module)."
-            )
-        for entry in self.entries:
-            if pre_accumulate_hooks_of(entry.sharded) and not entry.runs_hooks:
-                with DisableTorchFunctionSubclass():  # [Note: Kept objects]
-                    _connect_hooks(entry)
-
-    @property
-    def has_gradient_hooks(self) -> bool:
-        """Whether `run_gradient_hooks` has any to run."""
-        return bool(_with_hooks(self.at_rest))
-
-    def run_gradient_hooks(self) -> None:
-        """Run the hooks that users put on the sharded parameters with
-        `register_post_accumulate_grad_hook`, once, with the final gradient.
-        """
-        entries = _with_hooks(self.at_rest)
-        if not entries:
-            self.guard.note_no_hooks()
-        for entry in entries:
-            if entry.sharded.grad is not None:
-                for hook in list((post_accumulate_hooks_of(entry.sharded) or {}).values()):
-                    hook(entry.sharded)
-
 
 def let_stand(shown: ShownParams) -> None:
     """Let the full parameters stand for what modules show, unless they show these."""
     shows_full = shown.state in (UNSHARDED, UNSHARDED_FLAT)
     shown.notes.torch_function = disabled_torch_function if shows_full else run_on_shown
-
-
-def _with_hooks(entries: Sequence[ParamEntry]) -> list[ParamEntry]:
-    with DisableTorchFunctionSubclass():  # [Note: Many getters]
-        return [each for each in entries if post_accumulate_hooks_of(each.sharded)]
 
 
 def trainable_flags(shown: ShownParams) -> list[bool]:
@@ -408,33 +293,15 @@ def check_flags(shown: ShownParams, flags: Sequence[bool], unit: str, where: str
         )
 
 
-def take_flags(shown: ShownParams, flags: Sequence[bool]) -> None:
+def set_trainable_flags(shown: ShownParams, flags: Sequence[bool]) -> None:
     """Set `requires_grad` of the parameters at rest, as users do it, after `check_flags`."""
     for each, flag in zip(shown.at_rest, flags, strict=False):
         if each.sharded.requires_grad != flag:
             set_requires_grad(each.sharded, flag)
 
 
-def _connect_hooks(entry: ParamEntry) -> None:
-    if entry.unsharded is None or not is_trainable(entry.unsharded):
-        return
-    # Weak, because a user's hook may refer to anything. Not to the parameter itself: `Module.to`
-    # can't swap parameters with weak references.
-    entry_ref = weakref.ref(entry)
-
-    def run_hooks(gradient: Tensor) -> Tensor:
-        entry = entry_ref()
-        hooks = None if entry is None else pre_accumulate_hooks_of(entry.sharded)
-        for hook in list((hooks or {}).values()):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        return gradient
-
-    Tensor.register_hook(entry.unsharded, run_hooks)  # type: ignore[no-untyped-call]
-    entry.runs_hooks = True
-
-
-def _describe(found: object) -> str:
+def describe_object(found: object) -> str:
+    """Return what stands in the place of a parameter, for messages."""
     if isinstance(found, Tensor):
         return f"{type(found).__name__}{tuple(found.shape)}"
     return repr(found)

@@ -24,13 +24,9 @@ from composable_shard.flat_param.param_classes import (
     make_unsharded,
     refuse_other_data,
 )
+from composable_shard.flat_param.readers import CONVERSION, HIDDEN_ALIAS, LATE_GRAPH, Readers
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import (
-    copy_attributes,
-    own_gradient,
-    set_gradient,
-    share_attributes,
-)
+from composable_shard.tensor import copy_attributes, own_gradient, set_gradient, share_attributes
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     post_accumulate_hooks_of,
@@ -81,19 +77,19 @@ class UnshardedParams:
         flags: `requires_grad` of each parameter, as last adopted.
         has_unwatched: Some parameters, as DTensors, don't note in `aliases` that a flag was set.
         aliases: Notes that the parameters share.
-        has_late_reads: A graph may read a value after its gradient is complete: a parameter was
-            frozen, or saved tensors were not inspected. [Note: Packing in place]
+        readers: Who may still read the values.
     """
 
-    def __init__(self, buffer: Tensor, layout: FlatLayout) -> None:
+    def __init__(self, buffer: Tensor, layout: FlatLayout, readers: Readers) -> None:
         self._buffer = buffer
         self._layout = layout
+        self.readers = readers
         self._entries: Sequence[ParamEntry] = ()
         self.watched: tuple[Tensor, ...] = ()
         self.versions: list[int] = []
         self.flags: list[bool] = []
-        self.has_late_reads = self.has_unwatched = False
-        self.aliases = Aliases()
+        self.has_unwatched = False
+        self.aliases = Aliases(readers)
         self.built: tuple[nn.Parameter, ...] = ()
         self.views: list[Tensor] = []
         self.locked: tuple[int, ...] = ()
@@ -112,7 +108,8 @@ class UnshardedParams:
 
     def build(self, entries: Sequence[ParamEntry]) -> None:
         """Make the unsharded parameters of entries, trainable; the buffer must have memory."""
-        self._entries, self.aliases = entries, Aliases()
+        self.readers.end(CONVERSION)
+        self._entries, self.aliases = entries, Aliases(self.readers)
         for index, entry in enumerate(entries):
             noted = entry.label, self.aliases, index
             dense = self._view(index, entry)
@@ -139,7 +136,7 @@ class UnshardedParams:
         self.locked = (LOCKED,) * len(self.built)
         self.versions = [self._first_version] * len(self.watched)
         set_versions(self.watched, tuple(self.versions))
-        self.flags, self.has_late_reads = [True] * len(self.built), False
+        self.flags = [True] * len(self.built)
 
     def hook_gradients(self, handle: weakref.ref[Any]) -> None:
         """Hook the parameters, so that a handle gets each gradient that autograd accumulates."""
@@ -156,20 +153,13 @@ class UnshardedParams:
 
     def set_flags(self, flags: Sequence[bool]) -> None:
         """Set `requires_grad`; autograd asks for it before it accumulates a gradient."""
-        self.has_late_reads |= any(map(gt, flags, self.flags))
+        if any(map(gt, flags, self.flags)):
+            self.readers.add(LATE_GRAPH)
         self.flags = list(flags)
         with DisableTorchFunctionSubclass():  # [Note: Kept objects]
             for param, flag in zip(self.built, flags, strict=True):
                 Tensor.requires_grad_(param, flag)
         self.aliases.has_new_flags = False
-
-    def note_late_reads(self) -> None:
-        """Note that a graph may read values late: its saved tensors were not inspected."""
-        self.has_late_reads = True
-
-    def note_graphs_end(self) -> None:
-        """Note that a backward has used up the graphs of earlier forwards."""
-        self.has_late_reads = False
 
     def changed_flags(self) -> dict[int, bool]:
         """Return `requires_grad` of the parameters that users froze or unfroze, by position."""
@@ -185,10 +175,6 @@ class UnshardedParams:
         # [Note: Storage and autograd]: .data gives each parameter its own version counter.
         flat = self._buffer.data[start : start + self._layout.numels[index]]
         return entry.spec.show(flat)
-
-    def note_hidden_alias(self) -> None:
-        """Note that a graph has saved an alias that autograd doesn't connect with a parameter."""
-        self.aliases.are_hidden = True
 
     def expire(self) -> None:
         """Make autograd raise where existing graphs would read the values."""
@@ -212,7 +198,7 @@ class UnshardedParams:
         `expected` has the versions of parameters without edits.
         """
         if names := self.edited(expected):
-            self.note_hidden_alias()
+            self.readers.add(HIDDEN_ALIAS)
             raise RuntimeError(
                 f"parameters {names} were edited in a backward in which gradients take the place "
                 f"of values. {EDIT_LATER}"

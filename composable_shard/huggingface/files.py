@@ -226,6 +226,8 @@ class TensorFiles:
             return values
         dim = source.dim
         wanted = index[dim] if dim < len(index) else slice(None)
+        # The parts lack a dim that they are stacked along, so it leaves the index. Along any other
+        # dim parts outside of the range are not read.
         if source.is_new:
             rest = (*index[:dim], *index[dim + 1 :])
             return torch.stack([self._read(part, rest) for part in source.parts[wanted]], dim)

@@ -159,6 +159,8 @@ def _read_all(tensors: ModelTensors, files: TensorFiles) -> None:
         name = _name_in(files, each)
         if name is None:
             continue
+        # Once, for memory that is made anew is empty. The write is noted before the first byte:
+        # after an interrupt full values count as stale.
         if each.handle not in written:
             written.add(each.handle)
             if each.is_meta:

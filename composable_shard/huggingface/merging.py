@@ -94,6 +94,7 @@ class _Adapted:
             if (state := read_state(module)) is not None:
                 self.units.setdefault(state, module)
         self._owners = {handle: state for state in self.units for handle in state.handles}
+        # After `_owners`, by which both loops find the unit of a parameter.
         self.names: dict[ShardState | None, dict[str, str]] = defaultdict(dict)
         for name, param in model.named_parameters():
             plain_name = _name_without(name, model.base_model.prefix, model.active_adapters)

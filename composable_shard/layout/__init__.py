@@ -4,10 +4,10 @@ Read `flat_layout` first: where ranks cut. `ownership` chooses owners of whole p
 is arithmetic of ranges and boxes.
 """
 
+from composable_shard.layout.buckets import cut_buckets
 from composable_shard.layout.flat_layout import (
     FlatLayout,
     block_numel,
-    cut_buckets,
     is_owned,
     round_up,
 )

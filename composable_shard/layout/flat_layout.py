@@ -39,44 +39,6 @@ def snap(position: int, numel: int, block_numel: int) -> int:
     return min((2 * position + block_numel) // (2 * block_numel) * block_numel, numel)
 
 
-def cut_buckets(
-    numels: Sequence[int],
-    cap_numel: int,
-    world_size: int,
-    alignment: int = 1,
-    *,
-    blocks: Sequence[int] = (),
-) -> list[range]:
-    """Cut a sequence of parameters into buckets, the last parameter first: backward order.
-
-    A bucket is a run of neighbours. Laid out as one `FlatLayout` it has a `padded_numel` of at most
-    `cap_numel`, unless one of its parameters alone has more; then all others in it are empty.
-
-    Args:
-        numels: Elements of each parameter, in order.
-        cap_numel: The most elements in a bucket.
-        world_size: Number of ranks that share each flat parameter.
-        alignment: The layouts' alignment.
-        blocks: The layouts' blocks; padding before blocks counts too.
-
-    Example: numels `(5, 1, 3, 4)` and a cap of 8 give `[range(2, 4), range(0, 2)]`.
-    """
-    buckets = []
-    end, filled = len(numels), 0
-    has_blocks = any(block > 1 for block in blocks)
-    for index in reversed(range(len(numels))):
-        aligned = round_up(numels[index], alignment)
-        padded = round_up(filled + aligned, world_size * alignment)
-        if has_blocks and filled and aligned and padded <= cap_numel:
-            members, whole = numels[index:end], blocks[index:end]
-            padded = FlatLayout.plan(members, world_size, alignment, blocks=whole).padded_numel
-        if filled and aligned and padded > cap_numel:
-            buckets.append(range(index + 1, end))
-            end, filled = index + 1, 0
-        filled += aligned
-    return [*buckets, range(end)] if end else buckets
-
-
 @dataclass(frozen=True)
 class FlatLayout:
     """Place parameters one after another and cut the sequence into one shard for each rank.
@@ -256,6 +218,8 @@ class FlatLayout:
         """Return where the shard of `rank` begins; for `world_size`, where the last one ends."""
         if self.owners:
             return self._start_of(bisect_left(self.owners, rank)) if rank else 0
+        # Before equal cuts: of the parameters that `keep` kept, ranks own what they own in the
+        # base.
         if self.base is not None:
             cut = self.base.cut(rank)
             index = bisect_right(self.base.offsets, cut) - 1

@@ -17,7 +17,9 @@ from composable_shard.flat_param import (
     make_flat_entry,
     needs_reduction,
     show_flat,
+    show_in_scope,
     show_originals,
+    show_scope_params,
     write_unsharded_gradients,
 )
 from composable_shard.module_api.scope import FullParamsScope, ScopeOptions
@@ -115,7 +117,7 @@ def writeback(module: nn.Module, *, recurse: bool = False, with_grads: bool = Fa
     for state in states:
         _check_can_write_back(state, with_grads)
     with torch.no_grad():
-        for handle in dict.fromkeys(h for state in states for h in state.needed):
+        for handle in dict.fromkeys(h for state in states for h in state.needed_handles):
             handle.full.write_back()
             if with_grads:
                 write_unsharded_gradients(handle)
@@ -133,7 +135,7 @@ def _check_can_write_back(state: ShardState, with_grads: bool) -> None:
             "first, and writeback(module) before reshard(module)."
         )
     check_is_idle(state.context, "writeback can't run")
-    for handle in state.needed:
+    for handle in state.needed_handles:
         handle.shown.check_registered()
         handle.full.params.check_can_write_back()
         if not handle.full.can_write_back:
@@ -178,7 +180,7 @@ def register_flat_param(module: nn.Module, *, recurse: bool = True) -> None:
                 full = handle.shown.scope.full
                 at_rest = make_flat_entry(handle).sharded
                 flat = at_rest if full is None else full.flat_param(at_rest)
-                handle.shown.show_in_scope(None, flat)
+                show_in_scope(handle.shown, None, flat)
             else:
                 show_flat(handle)
 
@@ -206,7 +208,7 @@ def register_orig_params(module: nn.Module, *, recurse: bool = True) -> None:
     for state in states:
         for handle in state.handles:
             if handle.shown.scope is not None:
-                handle.shown.show_scope_params()
+                show_scope_params(handle.shown)
             else:
                 show_originals(handle)
 

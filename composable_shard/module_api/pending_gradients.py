@@ -12,8 +12,9 @@ from composable_shard.flat_param import (
     forget_pending,
     needs_reduction,
     pending_values,
-    settle_pending,
-    settled,
+    run_gradient_hooks,
+    unmark_pending,
+    unmarked,
 )
 from composable_shard.runtime import (
     ShardState,
@@ -45,7 +46,7 @@ def get_pending_gradients(module: nn.Module, *, recurse: bool = True) -> dict[st
     values = {}
     with torch.no_grad():
         for _, handle in _idle_handles(module, recurse, "gradients can't be shown"):
-            with settled(handle):
+            with unmarked(handle):
                 values[handle] = pending_values(handle)
     names = first_names(module, values)
     pending = {name: values[handle][index] for (handle, index), name in names.items()}
@@ -84,13 +85,13 @@ def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None
             handle.grads.drop()
         raise
     for handle in due:
-        handle.shown.run_gradient_hooks()
+        run_gradient_hooks(handle.shown)
 
 
 def _reduce_all(handles: list[tuple[ShardState, FlatParamHandle]]) -> list[FlatParamHandle]:
     """Reduce the gradients that wait on any rank; return their handles."""
     for _, handle in handles:
-        settle_pending(handle)
+        unmark_pending(handle)
     flags = FlagReduction(
         [
             (

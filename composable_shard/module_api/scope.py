@@ -14,11 +14,14 @@ from composable_shard.comm import Ranks, ShardGroup
 from composable_shard.flat_param import (
     FlatParamHandle,
     ScopeParams,
-    check_requires_grad,
+    check_scope,
+    check_scope_flags,
     drop_gradient,
+    enter_scope,
     gradient_shard,
     has_gradients,
-    keep_requires_grad,
+    keep_scope_flags,
+    leave_scope,
     set_gradients,
 )
 from composable_shard.runtime import (
@@ -49,7 +52,7 @@ class FullParamsScope:
         self.states = states
         # The handles shown, in order, each with its unit; for a borrowed parameter, the whole
         # handle that owns it.
-        self.handles = list(dict.fromkeys(h for state in states for h in state.needed))
+        self.handles = list(dict.fromkeys(h for state in states for h in state.needed_handles))
         self.contexts = list(dict.fromkeys(s.context for s in states if s.context is not None))
         # Full parameters by handle; empty on ranks that show shards
         self.full: dict[FlatParamHandle, ScopeParams] = {}
@@ -152,7 +155,7 @@ class FullParamsScope:
         for state in self.states:
             state.transition(TrainingState.UNSHARDED_PARAMS)
         for handle in self.handles:
-            handle.shown.enter_scope(self.full.get(handle))
+            enter_scope(handle.shown, self.full.get(handle))
 
     # Close
 
@@ -177,7 +180,7 @@ class FullParamsScope:
 
     def _refresh_held(self) -> None:
         """Gather the handles that `unshard` holds again, because modules show them again."""
-        held = [handle for handle in self.handles if handle.full.claims]
+        held = [handle for handle in self.handles if handle.full.readers.claims]
         try:
             for handle in held:
                 if not handle.full.params.is_locked:
@@ -194,8 +197,8 @@ class FullParamsScope:
     def _find_problem(self) -> Exception | None:
         try:
             for handle in self.handles:
-                handle.shown.check_scope()
-                check_requires_grad(handle)
+                check_scope(handle.shown)
+                check_scope_flags(handle.shown, handle.name)
             for full in self.full.values() if self.options.writeback else ():
                 full.collect()
         except Exception as problem:  # of any kind: the other ranks wait for this rank's flags
@@ -295,8 +298,8 @@ class FullParamsScope:
             for state in self.states:
                 stack.callback(state.transition, TrainingState.IDLE)
             for handle in self.handles:
-                stack.callback(handle.shown.leave_scope)
-                stack.callback(keep_requires_grad, handle)
+                stack.callback(leave_scope, handle.shown)
+                stack.callback(keep_scope_flags, handle.shown)
 
 
 _CLOSED = (

@@ -22,7 +22,7 @@ from composable_shard.runtime import (
     ShardState,
     apply_policy,
     check_is_idle,
-    note_setting,
+    compare_setting,
     select_states,
 )
 
@@ -32,7 +32,7 @@ def set_requires_gradient_sync(module: nn.Module, flag: bool, *, recurse: bool =
 
     The first backward with `flag` True reduces the accumulated gradients.
     """
-    _set(select_states(module, recurse), "requires_gradient_sync", flag)
+    _set_flag(select_states(module, recurse), "requires_gradient_sync", flag)
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     """
     states = select_states(module, recurse=True)
     before = [state.settings.requires_gradient_sync for state in states]
-    note_setting(states, "no_sync()", any(before))
+    compare_setting(states, "no_sync()", any(before))
     try:
         try:
             for state in states:
@@ -59,7 +59,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     finally:
         # Again: if an interrupt had cut it off, backwards would never reduce.
         _set_syncs(states, before)
-        note_setting(states, "the end of no_sync()", any(before))
+        compare_setting(states, "the end of no_sync()", any(before))
 
 
 def _set_syncs(states: list[ShardState], flags: list[bool]) -> None:
@@ -74,7 +74,7 @@ def set_requires_all_reduce(module: nn.Module, flag: bool, *, recurse: bool = Tr
     there, without being published; the first backward with `flag` True reduces the sum across.
     Under `SHARD_OPTIM` and `NO_SHARD` gradients are unsharded anyway and nothing is reduced before.
     """
-    _set(select_states(module, recurse), "requires_all_reduce", flag)
+    _set_flag(select_states(module, recurse), "requires_all_reduce", flag)
 
 
 def set_is_last_backward(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
@@ -83,7 +83,7 @@ def set_is_last_backward(module: nn.Module, flag: bool, *, recurse: bool = True)
     While False, each strategy postpones every collective that it can postpone without extra memory:
     the all-reduce of 2-D meshes, and under `SHARD_OPTIM` and `NO_SHARD` the whole reduction.
     """
-    _set(select_states(module, recurse), "is_last_backward", flag)
+    _set_flag(select_states(module, recurse), "is_last_backward", flag)
 
 
 def set_gradient_divide_factor(
@@ -102,11 +102,7 @@ def set_gradient_divide_factor(
     if factor is not None and not (factor > 0 and math.isfinite(factor)):
         raise ValueError(f"expected a positive, finite gradient divide factor, got {factor}")
     states = select_states(module, recurse)
-    reductions = [handle.grads.reduction for state in states for handle in state.handles]
-    is_new = any(reduction.divide_factor != factor for reduction in reductions)
-    note_setting(states, f"set_gradient_divide_factor({factor})", is_new)
-    for reduction in reductions:
-        reduction.set_divide_factor(factor)
+    _set(states, "gradient_divide_factor", factor)
 
 
 def set_gathers_at_rest(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
@@ -148,7 +144,7 @@ def set_reshard_after_forward(
     checked = {size: check_reshard_after_forward(flag, size) for size in sizes}
     freeing = [state for state in states if state.options.strategy.facts.frees_params]
     is_new = any(state.settings.reshard_after_forward != flag for state in freeing)
-    note_setting(states, f"set_reshard_after_forward({flag})", is_new)
+    compare_setting(states, f"set_reshard_after_forward({flag})", is_new)
     for state in states:
         for handle in state.handles[:1]:  # all handles of a unit have one shard group
             apply_policy(state, checked[handle.shard_group.size])
@@ -160,13 +156,7 @@ def set_reshard_after_backward(module: nn.Module, flag: bool, *, recurse: bool =
     Kept parameters save the next forward's gathers, unless a shard was written. A backward then
     needs a separate buffer for gradients, which otherwise overwrite the parameters.
     """
-    check_bool("flag", flag)
-    states = select_states(module, recurse)
-    handles = [handle for state in states for handle in state.handles]
-    is_new = any(handle.reshards_after_backward is not flag for handle in handles)
-    note_setting(states, f"set_reshard_after_backward({flag})", is_new)
-    for handle in handles:
-        handle.set_reshard_after_backward(flag)
+    _set_flag(select_states(module, recurse), "reshard_after_backward", flag)
 
 
 def set_unshard_in_backward(module: nn.Module, flag: bool) -> None:
@@ -183,7 +173,7 @@ def set_unshard_in_backward(module: nn.Module, flag: bool) -> None:
     Raises:
         ValueError: If the module is not sharded.
     """
-    _set(select_states(module, recurse=False), "unshard_in_backward", flag)
+    _set_flag(select_states(module, recurse=False), "unshard_in_backward", flag)
 
 
 def set_forward_prefetch(module: nn.Module, modules: Iterable[nn.Module] | None) -> None:
@@ -222,12 +212,15 @@ def _set_prefetch(module: nn.Module, name: str, modules: Iterable[nn.Module] | N
     _set(select_states(module, recurse=False), name, targets, f"() to {names}")
 
 
+def _set_flag(states: Sequence[ShardState], name: str, value: object) -> None:
+    check_bool("flag", value)
+    _set(states, name, value)
+
+
 def _set(states: Sequence[ShardState], name: str, value: object, shown: str = "") -> None:
     """Change a setting of units; if only some ranks change it, the ranks' comparison raises."""
-    if not shown:
-        check_bool("flag", value)
     is_new = any(getattr(state.settings, name) != value for state in states)
-    note_setting(states, f"set_{name}{shown or f'({value})'}", is_new)
+    compare_setting(states, f"set_{name}{shown or f'({value})'}", is_new)
     for state in states:
         state.change(**{name: value})
 
@@ -271,15 +264,15 @@ def register_comm_hook(
     states = select_states(module, recurse)
     for context in {each.context for each in states if each.context is not None}:
         check_is_idle(context, "a comm hook can't be registered or taken away")
-    reductions = [(each, handle.grads.reduction) for each in states for handle in each.handles]
-    for each, reduction in reductions if hook is not None else ():
-        if reduction.hook_name is not None:
+    # All units are checked before the first gets the hook; the note names what the record then has.
+    for each in states if hook is not None else ():
+        if each.settings.comm_hook is not None:
+            name = each.settings.hook_name
             raise RuntimeError(
-                f"unit '{each.name}' has the comm hook {reduction.hook_name} already. Take it away "
+                f"unit '{each.name}' has the comm hook {name} already. Take it away "
                 "with register_comm_hook(module, None) first, or pass recurse=False to leave inner "
                 "units out."
             )
-    for _, reduction in reductions:
-        reduction.set_hook(hook, state)
-    name = reductions[0][1].hook_name if reductions else None
-    note_setting(states, f"register_comm_hook() of {name}", is_new=True)
+    for each in states:
+        each.change(comm_hook=None if hook is None else (hook, state))
+    compare_setting(states, f"register_comm_hook() of {states[0].settings.hook_name}", is_new=True)

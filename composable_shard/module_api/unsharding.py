@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from composable_shard.flat_param import keep_left_gradients
+from composable_shard.flat_param import RESHARD, keep_left_gradients
 from composable_shard.runtime import (
     ShardState,
     TrainingState,
@@ -88,16 +88,16 @@ def _unshard(state: ShardState) -> None:
     """Start gathering a unit's full parameters and hold them until `_reshard`."""
     if state.is_held or state.context is None:
         return
-    for handle in state.needed:
+    for handle in state.needed_handles:
         handle.shown.check_registered()
-    for handle in state.needed:
+    for handle in state.needed_handles:
         handle.unshard(state.context.streams)
     state.hold()
 
 
 def _show_unsharded(state: ShardState) -> None:
     """Wait for `_unshard` and register the full parameters."""
-    for handle in state.needed:
+    for handle in state.needed_handles:
         if state.context is not None and not handle.shown.is_unsharded:
             # Again, if shards were written meanwhile: the gather may have sent old and new values.
             handle.unshard(state.context.streams)
@@ -111,8 +111,8 @@ def _reshard(state: ShardState) -> None:
         return
     state.let_go()
     if state.training_state is TrainingState.IDLE:
-        for handle in state.needed:
-            if not handle.full.claims:
+        for handle in state.needed_handles:
+            if not handle.full.readers.claims:
                 keep_left_gradients(handle)
-                handle.full.end_graphs()
+                handle.full.end_graphs(RESHARD)
             release_handle(handle)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.comm import note_setting
+from composable_shard.comm import enter_setting
 from composable_shard.flat_param import FlatParamHandle, UnshardedParameter, handle_of
 from composable_shard.optim.other_owners import OtherOwners, split_by_owners
 from composable_shard.runtime import check_whole
@@ -119,7 +119,9 @@ def _note_call(handles: Iterable[FlatParamHandle], max_norm: float, order: float
     groups = Counter(handle.shard_group.joint_groups for handle in handles)
     limit = "" if isinstance(max_norm, Tensor) else f"max_norm={max_norm}, "
     for joint, count in groups.items():
-        note_setting(f"clip_grad_norm_({limit}norm_type={order}) of {count} flat parameters", joint)
+        enter_setting(
+            f"clip_grad_norm_({limit}norm_type={order}) of {count} flat parameters", joint
+        )
 
 
 def _params_of(model_or_params: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:

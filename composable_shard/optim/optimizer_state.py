@@ -93,7 +93,7 @@ def made_state(optimizer: Optimizer) -> Iterator[None]:
         for content in contents:
             plain = {k: v for k, v in content.items() if k != "state" and _is_plain(v)}
             content.update({name: _copied(value) for name, value in plain.items()})
-        optimizer.state.update(copy.deepcopy(state))
+        optimizer.state.update({key: copy.deepcopy(value) for key, value in state.items()})
         _step_on_zeros(optimizer, params, is_torchs=is_torchs)
         _restore(contents, before)
         if is_torchs:
@@ -134,6 +134,7 @@ def _set_to_start(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             for name, value in optimizer.state.get(param, {}).items():
+                # The groups must have their own values again: the step on zeros set lr to 0.
                 start = group["lr"] if name == "eta" else _START.get(name)
                 if start is not None and isinstance(value, Tensor):
                     value.fill_(start)

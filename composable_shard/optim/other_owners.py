@@ -132,6 +132,8 @@ def _check_sharing(
     for handle in handles:
         for group in handle.shard_group.joint_groups:
             ranks.update(dist.get_process_group_ranks(group))
+    # The ranks of all units are known before the first is compared with them. Of a DTensor the
+    # ranks of its mesh count too, which are not in its handle's groups.
     for param in params:
         if not isinstance(param, FlatShard) or id(param) in taken:
             continue

@@ -45,3 +45,4 @@ from composable_shard.options.unit_options import (
     check_bool,
     check_reshard_after_forward,
 )
+from composable_shard.options.unit_settings import UnitSettings

@@ -279,6 +279,7 @@ class UnitOptions:
             is_group = isinstance(self.mesh, ProcessGroup)
             remedy = ". Write mesh=DeviceMesh.from_group(group, device_type)" if is_group else ""
             raise ValueError(f"expected mesh to be a DeviceMesh or None, got {self.mesh!r}{remedy}")
+        # A name of a strategy becomes the member, whose facts every later reader takes.
         self._check_strategy()
         for name, kind in (("mp_policy", MixedPrecisionPolicy), ("offload_policy", OffloadPolicy)):
             value = getattr(self, name)

@@ -157,6 +157,7 @@ def _read_item(
         )
         if not fits or not isinstance(dtype, torch.dtype):
             raise ValueError(f"{what} has '{key}' of shape {tuple(shape)} with the part {box}")
+        # After its check, and before the look-up: no bytes are written of an empty part.
         if 0 in sizes:
             continue
         place = places.get((key, offsets), places.get((key, None)))
@@ -208,6 +209,7 @@ def _sorted_out(path: Path, found: Mapping[str, Any]) -> PeerRun:
     for key in [key for key in _SCALERS if isinstance(inner.get(key), Mapping)][:1]:
         run.scaler = inner[key]
         used.add(key)
+    # It uses a key, so before what is left.
     run.step = _step_of(inner, used)
     run.left = [str(key) for key in inner if key not in used]
     return run

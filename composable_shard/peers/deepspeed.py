@@ -306,6 +306,7 @@ class _Files:
                 joined.setdefault((name, key), []).extend(spans)
                 dtypes[name, key] = value.dtype
         state: dict[Any, dict[str, Any]] = {}
+        # After all ranks: only their parts together show that elements are missing.
         for (name, key), spans in joined.items():
             found = sum(span.region.numel for span in spans)
             if found != shapes[name].numel():
@@ -374,6 +375,7 @@ class _Rank:
             raise ValueError(
                 f"{len(self.masters)} flat tensors for {len(self.fragments)} groups of parameters"
             )
+        # Compared above, so that damage is named: `zip` would raise after some parts were used.
         for number, (master, fragments) in enumerate(
             zip(self.masters, self.fragments, strict=True)
         ):

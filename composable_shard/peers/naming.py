@@ -93,6 +93,7 @@ def _find_change(stored: Iterable[str], wanted: set[str], notes: list[str]) -> C
         prefix = ""
         for _ in range(_MAX_PREFIXES + 1):
             number = len(wanted.intersection(name.removeprefix(prefix) for name in current))
+            # Not `>=`: of equal numbers the smallest change of names stays.
             if number > best[0]:
                 best = number, prefix, drops
             more = _common_prefix([name.removeprefix(prefix) for name in current])
@@ -193,6 +194,8 @@ def _by_order(run: PeerRun, found: PeerOptimizer) -> PeerOptimizer:
     candidates = list(tensors.values())
     numbers = [key for group in found.groups for key in group["params"]]
     names: dict[Any, str] = {}
+    # One group has the order of the model. Several have an order of their own, in which shapes
+    # alone say what belongs together, and only where all of a shape are in one group.
     if len(found.groups) == 1 and len(numbers) == len(candidates):
         names = {key: name for key, (name, _) in zip(numbers, candidates, strict=True)}
     else:

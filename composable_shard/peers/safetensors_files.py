@@ -48,6 +48,7 @@ def read_tensor_files(path: Path) -> PeerRun:
         missing = sorted(named - {each.name for each in files})
         if missing:
             raise ValueError(f"{indices[0]} names files that are not there: {missing[:8]}")
+        # Before headers are read: files of another save in the folder would hold names twice.
         files = [each for each in files if each.name in named]
     model: dict[str, Any] = {}
     for file in files:

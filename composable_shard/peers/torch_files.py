@@ -44,6 +44,7 @@ def read_file(path: Path) -> PeerRun:
     if not isinstance(found, Mapping):
         raise ValueError(f"expected a dict in {path}, got a {type(found).__name__}")
     model_key = _first_key(found, _MODEL, Mapping)
+    # After the look for a key: beside a model a file may hold tensors, as generators' states.
     if model_key is None and _is_model(found):
         return PeerRun("a file of torch.save, a model alone", path, dict(found))
     if model_key is None:

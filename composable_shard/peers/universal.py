@@ -68,6 +68,7 @@ def read(path: Path, step: int | None) -> PeerRun:
     run.model |= {name: frozen[name] for name in frozen if name not in run.model}
     for name in main.get("frozen_param_shapes") or {}:
         _join_frozen(run, name, models, torch.Size(main["frozen_param_shapes"][name]))
+    # Last of the names: a shared parameter is another name for one that was read.
     for name, source in (main.get("shared_params") or {}).items():
         if source in run.model:
             run.model[name] = run.model[source]
@@ -94,6 +95,7 @@ def _read_param(
     for file in sorted(path.glob("*.pt")):
         content = read_torch_file(file)
         value = content.get("param") if isinstance(content, Mapping) else content
+        # A step is one number, whatever the parameter's shape is.
         if isinstance(value, PeerTensor) and shape is not None and file.stem != "step":
             value = _shaped(value, shape, file)
         if isinstance(value, PeerTensor | int | float):

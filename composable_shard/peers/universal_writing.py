@@ -103,6 +103,7 @@ def _param_files(name: str, weights: Any, state: Mapping[str, Any]) -> dict[str,
         raise ValueError(f"'{name}' can't be the name of a directory. {_REMEDY}")
     if not state:
         raise ValueError(f"the optimizer has no state, which DeepSpeed expects. {_REMEDY}")
+    # A parameter without state, as one that got no gradient, gets zeros under another's keys.
     other, values = next(iter(state.items()))
     step = values.get("step")
     found: dict[str, Any] = {"fp32": weights}

@@ -66,17 +66,14 @@ def _further_microbatches(module: nn.Module, are_there: bool) -> Iterator[None]:
         yield
         return
     states = get_states(module)
-    flags = [state.settings.requires_gradient_sync for state in states]
-    handles = [handle for state in states for handle in state.handles]
-    frees = [handle.reshards_after_backward for handle in handles]
+    before = [state.settings for state in states]
     for state in states:
-        state.change(requires_gradient_sync=False)
-    for handle in handles:
-        handle.set_reshard_after_backward(False)
+        state.change(requires_gradient_sync=False, reshard_after_backward=False)
     try:
         yield
     finally:
-        for state, flag in zip(states, flags, strict=True):
-            state.change(requires_gradient_sync=flag)
-        for handle, flag in zip(handles, frees, strict=True):
-            handle.set_reshard_after_backward(flag)
+        for state, old in zip(states, before, strict=True):
+            state.change(
+                requires_gradient_sync=old.requires_gradient_sync,
+                reshard_after_backward=old.reshard_after_backward,
+            )

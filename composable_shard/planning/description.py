@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.options import ShardingStrategy
 from composable_shard.planning.costs import Cost, FlatParamCost, RankCounts
+from composable_shard.planning.module_tree import ModuleTree
 from composable_shard.planning.sharding_plan import format_nbytes, format_table
 from composable_shard.runtime import (
-    ModuleTree,
     ShardState,
     get_root_states,
     get_states,
@@ -162,8 +162,9 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
         describe(model, optimizer).warnings
 
     It warns of a unit that holds most of the model, of units so small that a gather costs more
-    than it frees, of trainable parameters that the optimizer does not step, and of state that the
-    optimizer has and no save can hold: take one step before. Then it also says what a step gathers.
+    than it frees, of trainable parameters that the optimizer does not step, and of state that no
+    save can hold. Before the first step it tries one on small plain parameters in place of the
+    model's, and says so where that fails. After a step it also says what a step gathers.
 
     Args:
         module: The model, or a part of it with units inside.
@@ -184,6 +185,7 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
             "estimate(model, ...)."
         )
     tree = ModuleTree(module)
+    # All modules before the first unit: one unit may have several, anywhere in the model.
     modules: dict[ShardState, list[nn.Module]] = {}
     for each in module.modules():
         state = read_state(each)
@@ -221,6 +223,7 @@ def _describe_unit(
         for rank in range(handle.shard_group.size)
     )
     entries = [entry for handle in handles for entry in handle.entries]
+    # Of what modules show at rest: an optimizer of a flat parameter has no state of the originals.
     if held is None:
         optimizer_nbytes = own.optimizer_nbytes
     else:

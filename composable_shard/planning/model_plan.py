@@ -19,9 +19,10 @@ from composable_shard.options import OptionsDict, UnitOptions
 from composable_shard.planning.costs import RankCounts, unit_cost
 from composable_shard.planning.description import listed
 from composable_shard.planning.fake_run import StepMemory, find_peaks, moments_of
+from composable_shard.planning.module_tree import ModuleTree
 from composable_shard.planning.rules import Rule, Rules, parse_rules, transformer_blocks
 from composable_shard.planning.sharding_plan import PlannedUnit, ShardingPlan
-from composable_shard.runtime import ModuleTree, is_sharded
+from composable_shard.runtime import is_sharded
 
 _MAX_NAMES = 10  # in a message
 
@@ -51,6 +52,8 @@ def choose_units(
     _merge("the defaults", defaults)
     for rule in rules:
         _merge(rule.label, {**defaults, **(rule.options or {})})
+    # Wrong options are named first, also of a rule that selects nothing. An earlier rule keeps its
+    # modules, so the order of the rules is that of this loop.
     taken: dict[nn.Module, _Taken] = {}
     for rule in rules:
         new = _find(tree, rule, taken)

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias, cast
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from composable_shard.construct import has_forward
 from composable_shard.options import OptionsDict
-from composable_shard.runtime import has_forward
 
 # The keys are checked by parse_rules.
 Rules: TypeAlias = Mapping[Any, Mapping[str, Any] | None] | Sequence[Any]

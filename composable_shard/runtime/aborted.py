@@ -21,7 +21,8 @@ from composable_shard.flat_param import forget_pending
 from composable_shard.runtime.gathers import return_to_idle
 from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.saved_values import warn_of_late_read
-from composable_shard.runtime.unit import IDLE, TreeContext, trees
+from composable_shard.runtime.training_state import IDLE
+from composable_shard.runtime.unit import TreeContext, trees
 from composable_shard.tensor import FlatShard, step_hooks
 from composable_shard.torch_private import current_backward_id
 
@@ -58,7 +59,7 @@ def note_unreached_call(context: TreeContext) -> None:
     graphs.probed_backward_id = number
     others = [tree.graphs for tree in trees if tree is not context]
     is_of_others = any(max(o.last_backward_id, o.probed_backward_id) > last for o in others)
-    if any(state.known_forwards.refuses_hooks for state in context.live_states()):
+    if any(state.inspection.refuses_hooks for state in context.live_states()):
         return  # a transform in a forward may have taken the number
     if not is_of_others and graphs.num_open > 1 and graphs.last_backward_id < last < number - 1:
         warnings.warn(_unreached(context), stacklevel=2)
@@ -80,7 +81,7 @@ def check_step(optimizer: Optimizer) -> None:
     guards = {param._guard for param in params if isinstance(param, FlatShard)}
     known = max(max(t.graphs.last_backward_id, t.graphs.probed_backward_id) for t in trees)
     states = [state for tree in trees for state in tree.live_states()]
-    takes_more = any(state.known_forwards.refuses_hooks for state in states)
+    takes_more = any(state.inspection.refuses_hooks for state in states)
     if takes_more or any(tree.graphs.has_regions for tree in trees):
         return
     for tree in trees:
@@ -130,9 +131,9 @@ def note_abort(context_ref: weakref.ref[TreeContext], callback: weakref.ref[Any]
     armed = alive(context.graphs.armed)
     groups = {group for h in context.live_handles() for group in h.shard_group.joint_groups}
     if not any(map(has_failed, groups)):  # whose error tells more
-        warn_of_late_read([s.name for s in armed if s.needed and s.training_state is IDLE])
+        warn_of_late_read([s.name for s in armed if s.needed_handles and s.training_state is IDLE])
     for state in context.live_states():
         for handle in state.handles:
-            handle.grads.take_directly(False)
+            handle.grads.set_direct(False)
             if state.depth == 0 and not state.is_held:
                 handle.shown.show_sharded()

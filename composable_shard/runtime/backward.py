@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import FlatParamHandle
+from composable_shard.flat_param import LATE_GRAPH, NESTED, FlatParamHandle
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.gathers import gather_in_backward, gather_region
 from composable_shard.runtime.open_graphs import UnitCall, alive
 from composable_shard.runtime.reduction_queue import CLOSED, DELIVERED, Item
-from composable_shard.runtime.unit import ShardState, TrainingState
+from composable_shard.runtime.training_state import TrainingState
+from composable_shard.runtime.unit import ShardState
 from composable_shard.torch_private import current_backward_id
 
 _num_writes: Callable[[FlatParamHandle], int] = attrgetter("guard.num_writes")
@@ -43,19 +44,19 @@ class CallReached:
 
     def __init__(self, state: ShardState, call: UnitCall, outer: CallReached | None) -> None:
         self.state, self.call, self.outer = state, call, outer
-        self._num_writes = sum(map(_num_writes, state.needed))
+        self._num_writes = sum(map(_num_writes, state.needed_handles))
         self.runs_alone = False
         self.backward_id = -1
 
     def note_edits(self) -> None:
         """Note that the call has edited parameters: its graph goes on with the new values."""
-        self._num_writes = sum(map(_num_writes, self.state.needed))
+        self._num_writes = sum(map(_num_writes, self.state.needed_handles))
 
     @property
     def is_announceable(self) -> bool:
         """Whether an inner call may announce this one; else only its own outputs do, or raise."""
         is_over = self.call.end != -1 and not self.state.is_in_scope
-        return is_over and sum(map(_num_writes, self.state.needed)) == self._num_writes
+        return is_over and sum(map(_num_writes, self.state.needed_handles)) == self._num_writes
 
     def __call__(self, *_: Any) -> None:
         """End the units that are over; make the unit of the call ready.
@@ -83,8 +84,10 @@ class CallReached:
             for handle in state.borrowed
         ):
             return
-        if sum(map(_num_writes, state.needed)) != self._num_writes:
-            names = [str(entry.label) for handle in state.needed for entry in handle.entries]
+        if sum(map(_num_writes, state.needed_handles)) != self._num_writes:
+            names = [
+                str(entry.label) for handle in state.needed_handles for entry in handle.entries
+            ]
             raise RuntimeError(
                 f"parameters of unit '{state.name}' ({', '.join(names)}) were written between a "
                 "forward and its backward, so the gradients would be those of other weights. Call "
@@ -99,10 +102,10 @@ class CallReached:
 
 def _unshard(backward: BackwardPass, state: ShardState) -> None:
     """Gather a unit for its backward, start the gathers of the next units, show its parameters."""
-    for handle in state.needed:
+    for handle in state.needed_handles:
         handle.shown.check_registered()
     gather_in_backward(backward.context, state, backward.prefetched, backward.following)
-    for handle in state.needed if state.settings.unshard_in_backward else ():
+    for handle in state.needed_handles if state.settings.unshard_in_backward else ():
         handle.full.wait()
         handle.shown.show_unsharded()
     if trace.logs:
@@ -127,13 +130,13 @@ def recompute(state: ShardState) -> None:
         # There may be no unit around it whose output was reached, [Note: End of a unit].
         ends = [unit.last_call.end for unit in alive(last.region.units)]
         backward.end_units_after(max(ends, default=last.end))
-    backward.queue.check_not_written(state.needed)
-    for handle in state.needed:
+    backward.queue.check_not_written(state.needed_handles)
+    for handle in state.needed_handles:
         if handle in backward.queue.items:
             # Restart the count: earlier gradients don't count towards this forward's.
             backward.queue.items[handle].counted.clear()
         handle.unshard(context.streams, "backward")
-    for handle in state.needed:
+    for handle in state.needed_handles:
         handle.full.wait()
         handle.shown.show_unsharded()
 
@@ -181,29 +184,29 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
         return
     # A nested backward (reentrant checkpointing) finishes a parameter that this backward, or
     # another nested one, may use again.
-    known = state.known_forwards
+    known = state.inspection
     if current_backward_id() != backward.graph_task_id:
-        known.runs_backwards = True
+        if not handle.full.readers.bits & NESTED:
+            for each in state.handles:
+                each.full.readers.add(NESTED)
         if not item.is_reduced and item.is_wanted:
             backward.queue.ask_again()
     # If gradients overwrote values on some ranks only, these ranks alone would gather the values
     # again for a recomputation.
     may_overwrite = (
         item.is_reduced  # otherwise gradients stay and values are freed
-        and handle.reshards_after_backward
-        and not handle.full.serves_graphs
+        and handle.settings.reshard_after_backward
         and not any(known.backward_hooks)
-        and not known.runs_backwards
         and (state in backward.recomputed or state.last_call.region is None)
     )
     handle.grads.pack(index, may_overwrite=may_overwrite)
-    if not (is_counted or handle.full.params.has_late_reads):
-        handle.grads.take_directly(True)
+    if not (is_counted or handle.full.readers.bits & LATE_GRAPH):
+        handle.grads.set_direct(True)
 
 
 def _check_not_in_scope(state: ShardState) -> None:
     """Raise if a backward reached the unit inside `unshard_params`."""
-    for handle in state.needed:
+    for handle in state.needed_handles:
         if handle.shown.scope is not None:
             raise RuntimeError(
                 f"a backward reached unit '{state.name}' inside unshard_params. Call backward() "

@@ -21,7 +21,7 @@ from composable_shard.flat_param import (
     FlatParamHandle,
     mark_pending,
     needs_reduction,
-    settle_pending,
+    unmark_pending,
 )
 from composable_shard.runtime.aborted import drop_aborted, note_abort
 from composable_shard.runtime.gathers import release_after_backward, return_to_idle
@@ -36,7 +36,8 @@ from composable_shard.runtime.reduction_queue import (
     Item,
     ReductionQueue,
 )
-from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
+from composable_shard.runtime.training_state import TrainingState
+from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
 from composable_shard.torch_private import current_backward_id, queue_callback
 
 _EngineCallback = partial[None]
@@ -88,7 +89,7 @@ class BackwardPass:
             for handle in state.handles:
                 handle.guard.set_in_backward(True)
                 if handle.grads.marks:
-                    settle_pending(handle)
+                    unmark_pending(handle)
                     self.waiting[handle] = None
                 if handle.guard.has_new_attributes:
                     handle.adopt_changes()
@@ -118,7 +119,7 @@ class BackwardPass:
             self.makes_graph = True
             for handle in self.context.live_handles():
                 handle.full.serve_graphs()
-        for handle in state.needed:
+        for handle in state.needed_handles:
             handle.full.serve_graphs()  # a write may have ended this since
 
     # Units begin and end
@@ -142,7 +143,7 @@ class BackwardPass:
         A handle that several units compute with (tied weights) ends with the first of their calls;
         -1, where no call is known, stands for the end of the backward. [Note: End of a unit]
         """
-        for handle in state.needed:
+        for handle in state.needed_handles:
             item = self.queue.items.get(handle)
             if item is None:
                 continue  # borrowed from a unit that no longer exists
@@ -171,8 +172,8 @@ class BackwardPass:
         handle = item.handle
         self._open.remove(item)
         item.position = CLOSED
-        if not handle.full.claims and not handle.full.params.is_locked:
-            handle.take_back("in a backward hook")
+        if not handle.full.readers.claims and not handle.full.params.is_locked:
+            handle.adopt_shown_changes("in a backward hook")
         if item.is_reduced and (handle.requires_grad or needs_reduction(handle)):
             self.queue.end(item)
         elif handle.requires_grad and self.queue.accumulates:

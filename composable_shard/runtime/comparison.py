@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from composable_shard.comm import FlagReduction, Ranks, ShardGroup, compare_units
-from composable_shard.flat_param import FlatParamHandle
+from composable_shard.flat_param import FlatParamHandle, has_gradient_hooks
+from composable_shard.options import UnitSettings
 from composable_shard.runtime.unit import ShardState, StateRef
 from composable_shard.runtime.whole_model import raise_unmanaged
 
@@ -36,19 +37,22 @@ def check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
     for state in states:
         if state.buffers is not None:
             lines = mesh_of(state.buffers.shard_group).lines
-            lines.extend(f"{line} {describe_options(state)}" for line in state.buffers.describe())
+            lines.extend(
+                f"{line} {describe_options(state, state.settings)}"
+                for line in state.buffers.describe()
+            )
         for handle in state.handles:
             mesh = mesh_of(handle.shard_group)
             mesh.handles.append(handle)
-            mesh.lines.extend(handle.describe_entries(describe_options(state)))
+            mesh.lines.extend(handle.describe_entries(describe_options(state, handle.settings)))
             mesh.initial.extend(handle.initial.take())
     for mesh in meshes.values():
         mesh.lines.extend(f"'{name}' is managed by no unit" for name in unmanaged)
         # Last: a difference in what the ranks have built says more.
         mesh.lines.extend(f"{h.label.text} of the units over these ranks" for h in mesh.handles)
-        has_hooks = [handle.shown.has_gradient_hooks for handle in mesh.handles]
+        has_hooks = [has_gradient_hooks(handle.shown) for handle in mesh.handles]
         any_hooks = compare_units(mesh.ranks, mesh.lines, any(has_hooks), mesh.initial)
-        mesh.note_number()
+        mesh.set_first_calls()
         if any_hooks:
             flags = FlagReduction(
                 [
@@ -58,36 +62,38 @@ def check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
                 highest=1,
             )
             for handle, (flag,) in zip(mesh.handles, flags.finish(), strict=True):
-                handle.shown.note_early_hooks(bool(flag))
+                handle.shown.set_early_hooks(bool(flag))
     if unmanaged:
         raise_unmanaged(unmanaged, states)
 
 
-def describe_options(state: ShardState) -> str:
-    """Return the options that all ranks must agree on."""
+def describe_options(state: ShardState, settings: UnitSettings) -> str:
+    """Return the options that all ranks must agree on.
+
+    The settings are those of one of the unit's handles, which may differ from the unit's where a
+    setter was interrupted.
+    """
     text = (
         f"in unit '{state.name}' strategy={state.options.strategy.name} "
-        f"reshard_after_forward={state.settings.reshard_after_forward}{state.options.describe()}"
+        f"reshard_after_forward={settings.reshard_after_forward}{state.options.describe()}"
     )
-    settings: dict[str, object] = {
-        "comm_hook": state.handles and state.handles[0].grads.reduction.hook_name,
-        "gradient_divide_factor": state.handles and state.handles[0].grads.reduction.divide_factor,
-        "keeps_after_backward": [
-            handle.name for handle in state.handles if not handle.reshards_after_backward
-        ],
+    changed: dict[str, object] = {
+        "comm_hook": settings.hook_name,
+        "gradient_divide_factor": settings.gradient_divide_factor,
+        "keeps_after_backward": not settings.reshard_after_backward,
         "changed_registration": [
             handle.name
             for handle in state.handles
             if handle.shown.shows_flat is state.options.use_orig_params
         ],
-        "no_gradient_sync": not state.settings.requires_gradient_sync,
-        "no_all_reduce": not state.settings.requires_all_reduce,
-        "is_not_last_backward": not state.settings.is_last_backward,
-        "no_unshard_in_backward": not state.settings.unshard_in_backward,
-        "forward_prefetch": _names_of(state, state.settings.forward_prefetch),
-        "backward_prefetch": _names_of(state, state.settings.backward_prefetch),
+        "no_gradient_sync": not settings.requires_gradient_sync,
+        "no_all_reduce": not settings.requires_all_reduce,
+        "is_not_last_backward": not settings.is_last_backward,
+        "no_unshard_in_backward": not settings.unshard_in_backward,
+        "forward_prefetch": _names_of(state, settings.forward_prefetch),
+        "backward_prefetch": _names_of(state, settings.backward_prefetch),
     }
-    return text + "".join(f" {name}={value}" for name, value in settings.items() if value)
+    return text + "".join(f" {name}={value}" for name, value in changed.items() if value)
 
 
 def _names_of(state: ShardState, chosen: tuple[StateRef, ...] | None) -> str:
@@ -104,8 +110,8 @@ class _Mesh:
     lines: list[str] = field(default_factory=list)
     initial: list[tuple[str, int | None]] = field(default_factory=list)
 
-    def note_number(self) -> None:
+    def set_first_calls(self) -> None:
         """Note the number of the collective in which the ranks have just compared the handles."""
         number = self.ranks.num_collectives
         for handle in self.handles:
-            handle.label.note_call(number)
+            handle.label.set_first_call(number)

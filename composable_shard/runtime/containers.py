@@ -18,6 +18,8 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (str, bytes, int, float, type(None))):
         return
     elif isinstance(value, Mapping):
+        # Before attributes: a dataclass that is a dict too, as of transformers, may have items
+        # without a field.
         for item in value.values():
             yield from iter_tensors(item)
     elif isinstance(value, (list, tuple, set, frozenset)):

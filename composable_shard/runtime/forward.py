@@ -15,10 +15,16 @@ import torch
 from torch import nn
 
 from composable_shard.comm import trace
-from composable_shard.flat_param import drop_unpacked, keep_left_gradients
+from composable_shard.flat_param import (
+    FORWARD,
+    drop_unpacked,
+    keep_left_gradients,
+    show_scope_params,
+)
 from composable_shard.runtime.aborted import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import CallReached, recompute
 from composable_shard.runtime.contents import has_changed
+from composable_shard.runtime.forward_call import ForwardCall
 from composable_shard.runtime.gathers import (
     choose_ahead,
     drop_prefetched,
@@ -31,8 +37,9 @@ from composable_shard.runtime.membership import adopt_contents, renew_context, s
 from composable_shard.runtime.open_graphs import UnitCall, alive
 from composable_shard.runtime.outputs import arm, serve_graphs
 from composable_shard.runtime.saved_values import outermost_region
+from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.tree import called_modules, calling_modules, read_state
-from composable_shard.runtime.unit import ForwardCall, ShardState, TrainingState, TreeContext
+from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.torch_private import (
     are_transforms_active,
     current_backward_id,
@@ -117,11 +124,13 @@ def _prepare_in_backward(state: ShardState, module: nn.Module) -> None:
     context = share_context([module]) if state.context is None else state.context
     if context.backward is None and context.call is None and not context.entered:
         _prepare(context, state, module)
-    for handle in state.needed:
+    for handle in state.needed_handles:
         handle.adopt_changes()
 
 
-def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> ForwardCall:
+def _begin_call(
+    context: TreeContext, state: ShardState, module: nn.Module
+) -> ForwardCall[ShardState]:
     if trace.profiling.asks() is not trace.profiling.is_found:
         trace.profiling.change()
     context = _prepare(context, state, module)
@@ -135,13 +144,13 @@ def _begin_call(context: TreeContext, state: ShardState, module: nn.Module) -> F
                 drop_unpacked(handle.grads)
         if graphs.num_open > graphs.most_open:
             note_unreached_call(context)
-    context.call = call = ForwardCall(state)
+    context.call = call = ForwardCall(state.ref, state.forward_order)
     if context.reduction_order is not None:
         gather_kept(context)
     return call
 
 
-def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
+def _number_call(context: TreeContext, state: ShardState, call: ForwardCall[ShardState]) -> None:
     """Note which calls of units a backward may reach, and in which order they began."""
     graphs = context.graphs
     if torch.is_grad_enabled():
@@ -151,16 +160,16 @@ def _number_call(context: TreeContext, state: ShardState, call: ForwardCall) -> 
         state.last_call = last_call = UnitCall(graphs.num_calls)
         graphs.num_calls += 1
         call.innermost = CallReached(state, last_call, call.innermost)
-        top, known = top_saved_tensors_hooks(False), state.known_forwards
+        top, known = top_saved_tensors_hooks(False), state.inspection
         may_begin = top is not None or known.is_watched or known.keeps_hooks
-        if may_begin and known.begin(state.name, state.needed, top):
+        if may_begin and known.begin(state.name, state.needed_handles, top):
             last_call.region = graphs.enter_region(outermost_region(), state.ref)
     elif is_in_function():
         graphs.may_recompute.add(state.ref)
 
 
-def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
-    needed = state.needed
+def _unshard(context: TreeContext, state: ShardState, call: ForwardCall[ShardState]) -> None:
+    needed = state.needed_handles
     for handle in needed:
         handle.adopt_changes()
         if handle.shown.scope is not None:
@@ -172,7 +181,7 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall) -> None
         # Claim before gathering, so that `_leave_pass` frees the values after an error.
         state.is_in_pass = True
         for handle in needed:
-            handle.full.claims.add(state.ref)
+            handle.full.readers.claims.add((FORWARD, state.ref))
     for handle in needed:
         handle.unshard(context.streams, "forward")
     if ahead:
@@ -190,7 +199,7 @@ def _show_scopes(state: ShardState) -> None:
     Raises:
         RuntimeError: If the forward records a graph, or this rank has no full values.
     """
-    for handle in state.needed:
+    for handle in state.needed_handles:
         scope = handle.shown.scope
         if scope is None:
             continue
@@ -205,7 +214,7 @@ def _show_scopes(state: ShardState) -> None:
                 f"a training forward of unit '{state.name}' inside unshard_params: gradients would "
                 "not be reduced. Run it under torch.no_grad(), or train outside the scope."
             )
-        handle.shown.show_scope_params()
+        show_scope_params(handle.shown)
 
 
 # After a forward
@@ -237,7 +246,7 @@ def post_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...], ou
         reached = None  # this call records no graph
     state.transition(TrainingState.IDLE)
     state.modules_to_run -= 1
-    is_armed, known = False, state.known_forwards
+    is_armed, known = False, state.inspection
     has_hooks = known.hooks is not None
     try:
         if has_hooks:
@@ -274,18 +283,20 @@ def _leave_pass(
     """Release the unit's claim on its full parameters, at the end of its forward or on error."""
     state.modules_to_run = state.num_modules
     if state.is_in_pass:
-        for handle in state.needed:
-            handle.full.claims.discard(state.ref)
+        for handle in state.needed_handles:
+            handle.full.readers.claims.discard((FORWARD, state.ref))
         try:
-            for handle in state.needed:
-                is_edited = not handle.full.claims and handle.take_back("in forward", keeps=True)
+            for handle in state.needed_handles:
+                if handle.full.readers.claims:
+                    continue
+                is_edited = handle.adopt_shown_changes("in forward", keeps=True)
                 if is_edited and reached is not None:
                     reached.note_edits()
-                if handle.full.params.aliases.left and not handle.full.claims:
+                if handle.full.params.aliases.left:
                     keep_left_gradients(handle)
         finally:
-            for handle in state.needed:
-                if keeps and not handle.full.claims:
+            for handle in state.needed_handles:
+                if keeps and not handle.full.readers.claims:
                     handle.shown.show_sharded()
                 else:
                     release_handle(handle, is_backward_next=is_armed)
@@ -297,7 +308,9 @@ def _leave_pass(
 # Calls of a tree
 
 
-def _leave_failed_call(context: TreeContext, state: ShardState, call: ForwardCall) -> None:
+def _leave_failed_call(
+    context: TreeContext, state: ShardState, call: ForwardCall[ShardState]
+) -> None:
     """Restore the unit's state from before a call that failed to begin."""
     state.depth -= 1
     _leave_pass(context, state)
@@ -305,7 +318,7 @@ def _leave_failed_call(context: TreeContext, state: ShardState, call: ForwardCal
         _end_call(context, state, call)
 
 
-def _end_call(context: TreeContext, leader: ShardState, call: ForwardCall) -> None:
+def _end_call(context: TreeContext, leader: ShardState, call: ForwardCall[ShardState]) -> None:
     """End a tree's call: free unused prefetched units, release claims that are left."""
     if call.prefetched:
         drop_prefetched(call.prefetched)
@@ -322,7 +335,7 @@ def _recover_interrupted_call(context: TreeContext) -> None:
     if context.has_aborted:
         drop_aborted(context)
     for other in reversed(alive(context.entered)):
-        other.known_forwards.end(other.name, None)
+        other.inspection.end(other.name, None)
         # After a KeyboardInterrupt the post-forward hook has not run.
         other.depth = 0
         if other.training_state is TrainingState.FORWARD:

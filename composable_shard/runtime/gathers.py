@@ -22,7 +22,8 @@ from composable_shard.comm import ShardGroup, SmallGroup
 from composable_shard.flat_param import FlatParamHandle, FullState, Shown
 from composable_shard.options import ReshardAfterForward
 from composable_shard.runtime.open_graphs import Region, alive
-from composable_shard.runtime.unit import ShardState, StateRef, TrainingState, TreeContext
+from composable_shard.runtime.training_state import TrainingState
+from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
 
 
 def choose_ahead(
@@ -48,7 +49,7 @@ def choose_ahead(
     for target in upcoming:
         if target is None or target is state or (not targets and target in prefetched):
             break
-        for handle in target.needed:
+        for handle in target.needed_handles:
             nbytes += handle.full.buffer.nbytes
         if targets and nbytes > state.options.prefetch_nbytes:
             break
@@ -78,7 +79,7 @@ def gather_ahead(
             continue
         # Enter the unit before its gathers, so that they are freed if one of them fails.
         prefetched[target] = are_chosen or prefetched.get(target, False)
-        for handle in target.needed:
+        for handle in target.needed_handles:
             if handle.is_attached and handle.shown.state is Shown.SHARDED:
                 if when == "forward":
                     handle.adopt_changes()
@@ -123,7 +124,7 @@ def gather_in_backward(
         following: For each unit, the unit that is expected after it.
     """
     state.transition(TrainingState.PRE_BACKWARD)
-    for handle in state.needed:
+    for handle in state.needed_handles:
         if handle.guard.has_new_attributes:
             handle.adopt_changes()
         # Decide by `shown.state`, which is equal on all ranks, not by `full.state`, which is not:
@@ -158,9 +159,9 @@ def drop_prefetched(
         if unused in keeps or (is_chosen and keeps_chosen):
             continue
         is_idle = unused.training_state is TrainingState.IDLE
-        for handle in unused.needed if is_idle else ():
+        for handle in unused.needed_handles if is_idle else ():
             # A unit that shares the handle (tied weights) may compute with it.
-            is_used = bool(handle.full.claims) or handle.shown.is_unsharded
+            is_used = bool(handle.full.readers.claims) or handle.shown.is_unsharded
             if is_used:
                 continue
             if unused.settings.reshard_after_forward is not False:
@@ -178,7 +179,7 @@ def release_handle(handle: FlatParamHandle, *, is_backward_next: bool = False) -
 
     With `is_backward_next` the part stays that the policy keeps for a backward, if any.
     """
-    if handle.full.claims:
+    if handle.full.readers.claims:
         return
     handle.shown.show_sharded()
     handle.full.free(keeps_part=is_backward_next)
@@ -186,9 +187,9 @@ def release_handle(handle: FlatParamHandle, *, is_backward_next: bool = False) -
 
 def release_after_backward(handle: FlatParamHandle) -> None:
     """Show the sharded parameters, and free the full ones unless the policy keeps them."""
-    if handle.reshards_after_backward:
+    if handle.settings.reshard_after_backward:
         release_handle(handle)
-    elif not handle.full.claims:
+    elif not handle.full.readers.claims:
         handle.shown.show_sharded()
         # A gather issued ahead, for a unit that this backward did not run, may never be used, so
         # its error is ignored, as in `reshard`.
@@ -206,6 +207,8 @@ def return_to_idle(context: TreeContext) -> None:
         if state.training_state not in (TrainingState.IDLE, TrainingState.UNSHARDED_PARAMS):
             state.transition(TrainingState.FORWARD if state.depth else TrainingState.IDLE)
         for handle in state.handles:
+            # Of each handle: writes are refused until then, also where the unit's end has freed the
+            # values and nothing is left to release.
             handle.guard.set_in_backward(False)
             is_freed = handle.full.state is FullState.FREED
             if handle.shown.state is not Shown.SHARDED or not is_freed:
@@ -222,11 +225,11 @@ def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:
         return
     state.change(reshard_after_forward=value)
     for handle in state.handles:
-        handle.full.set_small_group(find_small_group(handle.shard_group, value))
+        handle.full.set_small_group(make_small_group(handle.shard_group, value))
 
 
-def find_small_group(shard_group: ShardGroup, value: ReshardAfterForward) -> SmallGroup | None:
-    """Return the group of n neighbouring ranks for a checked number n; None for other values."""
+def make_small_group(shard_group: ShardGroup, value: ReshardAfterForward) -> SmallGroup | None:
+    """Make the group of n neighbouring ranks for a checked number n; None for other values."""
     if value is None or isinstance(value, bool):
         return None
     return SmallGroup.of(shard_group, value)

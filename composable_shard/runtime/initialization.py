@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard.comm import exchange_always
-from composable_shard.flat_param import drop_gradient, settle_owners
+from composable_shard.flat_param import balance_owners, drop_gradient
 from composable_shard.runtime.aborted import next_backward_id
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.comparison import check_agreement
@@ -76,7 +76,7 @@ def _watch(context: TreeContext, outermost: nn.Module) -> None:
     """Note what is in a tree, and what is in an unsharded module around it."""
     modules = alive(context.modules)
     around = modules if read_state(outermost) is not None else [outermost]
-    context.around = dict.fromkeys(map(weakref.ref, around))
+    context.callers = dict.fromkeys(map(weakref.ref, around))
     for module in dict.fromkeys([*modules, *around]):
         note_contents(module)
 
@@ -126,7 +126,7 @@ def _fix_owners(contexts: list[TreeContext]) -> None:
     if not all(handle.has_fixed_owners for handle in handles):
         # The ranks compare everything soon, which finds a rank with a different plan.
         if any(handle.layout.owners for handle in handles):
-            settle_owners(handles, always_compare=False)
+            balance_owners(handles, always_compare=False)
         for handle in handles:
             handle.fix_owners()
 
@@ -154,8 +154,8 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
         context.has_agreed = True
         exchange_always(_always_checked(context.live_states()))
         for handle in context.live_handles():
-            handle.shown.note_agreement()
-            handle.guard.take_new()  # ranks may have initialised by themselves
+            handle.shown.remember_agreed_flags()
+            handle.guard.pop_writes()  # ranks may have initialised by themselves
         if any(handle.grads.is_persistent for handle in context.live_handles()):
             context.reduction_order = ReductionOrder()
 

@@ -25,6 +25,8 @@ def find_late_output(output: Any, depth: int = _DEPTH) -> str:
     """Return what in an output may read parameters later; empty if there is nothing."""
     if isinstance(output, _AT_ONCE):
         return ""
+    # These before the attributes, which functions and partials have too: what they read is
+    # elsewhere.
     if isinstance(output, FunctionType):
         reads = output.__closure__ or output.__defaults__ or output.__kwdefaults__
         return f"a function ({output.__qualname__})" if reads else ""

@@ -7,16 +7,15 @@ from weakref import ref
 
 from torch.optim import Optimizer
 
-from composable_shard.comm import ShardGroup, StepFacts
-from composable_shard.comm import note_setting as enter_setting
+from composable_shard.comm import ShardGroup, StepFacts, enter_setting
 from composable_shard.flat_param import FlatParamHandle, ParamEntry
 from composable_shard.runtime.group_numbers import numbers_of
 from composable_shard.runtime.unit import ShardState
-from composable_shard.tensor import compared
+from composable_shard.tensor import COMPARED
 from composable_shard.torch_private import DisableTorchFunctionSubclass
 
 
-def note_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
+def compare_setting(states: Sequence[ShardState], what: str, is_new: bool) -> None:
     """Enter a setting into the order that the ranks compare, so that they find a rank without it.
 
     Args:
@@ -48,7 +47,7 @@ def step_facts(handles: Collection[FlatParamHandle]) -> StepFacts:
     has_owned = False
     for handle in handles:
         numbers.append((handle.shard_group, handle.label.first_call))
-        new_steps, is_edited, num_new, edits = handle.guard.take_new()
+        new_steps, is_edited, num_new, edits = handle.guard.pop_writes()
         num_steps, checksum = max(num_steps, *new_steps.values(), 0), checksum + edits
         steps.update(new_steps)
         has_owned = has_owned or handle.has_owned
@@ -57,7 +56,7 @@ def step_facts(handles: Collection[FlatParamHandle]) -> StepFacts:
         if handle.shard_group.size == 1 or not handle.layout.owners:
             has_edits |= is_edited
             shown += handle.shown.at_rest
-    compared.number += 1  # ends steps that failed
+    COMPARED.number += 1  # ends steps that failed
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
         has_gradients = any(each.sharded.grad is not None for each in shown)
     in_forward = f"edits of full parameters in a forward (sum {checksum}) and " if checksum else ""

@@ -69,7 +69,7 @@ def remember_trees(modules: list[nn.Module], *, joins: bool) -> Callable[[], Non
                 trees.discard(state.context)  # an error's traceback may keep it alive
             state.context = context
         for label, flag in flags:
-            label.note_owned(flag)
+            label.set_among_owned(flag)
 
     return restore
 
@@ -88,7 +88,7 @@ def adopt_contents(context: TreeContext) -> None:
     for changed in filter(note_contents, filter(has_changed, modules)):
         ref = weakref.ref(changed)
         for tree in list(trees):
-            tree.has_changed |= ref in (tree.around if len(tree.modules) > 1 else tree.modules)
+            tree.has_changed |= ref in (tree.callers if len(tree.modules) > 1 else tree.modules)
 
 
 def has_other_units(context: TreeContext) -> bool:
@@ -148,4 +148,4 @@ def _note_owned(handles: Sequence[FlatParamHandle]) -> None:
     """Let each gradient of a tree know that others are on their owner alone, if any are."""
     if any(handle.has_owned for handle in handles):
         for label in [label for handle in handles for label in handle.labels()]:
-            label.note_owned()
+            label.set_among_owned()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composable_shard.flat_param import HAVE_VALUES
+from composable_shard.flat_param import HAVE_VALUES, LATE_GRAPH
 from composable_shard.runtime.backward import CallReached
 from composable_shard.runtime.containers import iter_tensors, map_tensors
 from composable_shard.runtime.late_outputs import find_late_output
@@ -29,7 +29,7 @@ from composable_shard.torch_private import (
 
 def serve_graphs(state: ShardState) -> None:
     """Keep the unit's full values for graphs whose backward no hook announces."""
-    for handle in state.needed:
+    for handle in state.needed_handles:
         handle.full.serve_graphs()
 
 
@@ -49,13 +49,13 @@ def arm(
     if current_dual_level() >= 0:
         serve_graphs(state)  # [Note: Transforms]
     late = "" if isinstance(output, Tensor) else find_late_output(output)
-    if late or state.known_forwards.late_output:
+    if late or state.inspection.late_output:
         _note_late_output(state, late)
     num_nodes = next_sequence_nr() - state.last_call.sequence_nr
     # Addresses of full buffers that hold values and may be freed before a view of them.
     extents = [
         (start := full.output.data_ptr(), start + full.buffer.nbytes)
-        for handle in state.needed
+        for handle in state.needed_handles
         if not (full := handle.full).is_kept and full.state in HAVE_VALUES
     ]
     tensors = (output,) if isinstance(output, Tensor) else _tensors(output)
@@ -75,7 +75,7 @@ def arm(
         tensors = _tensors(output)
     if call is not None:
         call.output_sequence_nr = next_sequence_nr()
-    if state.known_forwards.keeps.get(num_nodes, True):
+    if state.inspection.keeps.get(num_nodes, True):
         kept = _find_kept(state, module, extents, num_nodes, is_looked_at=is_looked_at)
         tensors = [*tensors, *kept]
     return output, _register(context, state, tensors, reached)
@@ -85,11 +85,11 @@ def _note_late_output(state: ShardState, late: str) -> None:
     """Keep the values that what a forward has returned may read. [Note: Late outputs]"""
     if late:
         serve_graphs(state)
-    if late != state.known_forwards.late_output:
-        state.known_forwards.note_late_output(late)
-        for handle in state.needed:
+    if late != state.inspection.late_output:
+        state.inspection.set_late_output(late)
+        for handle in state.needed_handles:
             for label in handle.labels():
-                label.note_late_output(late)
+                label.set_late_output(late)
 
 
 def _find_kept(
@@ -106,16 +106,18 @@ def _find_kept(
     """
     found = list(kept_tensors(module))
     kept = [tensor for tensor in found if not _is_older(tensor, state.last_call.sequence_nr)]
-    known = state.known_forwards
+    known = state.inspection
     if num_nodes in known.keeps:
         return kept
     if extents and not state.is_held:
-        params = {id(param) for handle in state.needed for param in handle.full.params.built}
+        params = {
+            id(param) for handle in state.needed_handles for param in handle.full.params.built
+        }
         views = [each for each in found if id(each) not in params and _is_within(extents, each)]
         refuse_views(state.name, views)
-    for handle in state.needed:
-        handle.full.params.note_late_reads()
-    is_looked_at = is_looked_at or not frees_values(state.needed)
+    for handle in state.needed_handles:
+        handle.full.readers.add(LATE_GRAPH)
+    is_looked_at = is_looked_at or not frees_values(state.needed_handles)
     known.note(num_nodes, keeps=bool(kept), is_looked_at=is_looked_at)
     return kept
 

@@ -60,7 +60,13 @@ from enum import Enum, auto
 from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import FlagReduction, Proposal, trace
-from composable_shard.flat_param import FlatParamHandle, needs_reduction
+from composable_shard.flat_param import (
+    HIDDEN_ALIAS,
+    KEEP_MEMORY,
+    FlatParamHandle,
+    needs_reduction,
+    run_gradient_hooks,
+)
 from composable_shard.runtime.gathers import release_after_backward
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.torch_private import (
@@ -152,8 +158,9 @@ class Item:
     @property
     def keeps_values(self) -> bool:
         """Whether the full values are still needed after the unit's end."""
-        full = self.handle.full
-        return full.serves_graphs or bool(full.claims) or not self.handle.reshards_after_backward
+        full, settings = self.handle.full, self.handle.settings
+        is_read = bool(full.readers.claims) or bool(full.readers.bits & KEEP_MEMORY)
+        return is_read or not settings.reshard_after_backward
 
     def count(self, index: int) -> bool:
         """Count the gradient of a parameter; return whether that was the last one to come.
@@ -372,6 +379,9 @@ class ReductionQueue:
 
         One all-reduce for each process group: a byte for each parameter, and one more.
         """
+        # Before any return: all ranks count here how many units have ended. The rest is packed
+        # before `used` is read. Flags are entered in the context before they are waited for: an
+        # interrupt leaves them to `return_to_idle`.
         self.collect()
         state, handle = item.state, item.handle
         if not handle.shown.has_early_hooks or item.stage in EARLY:
@@ -383,10 +393,10 @@ class ReductionQueue:
         full, used = handle.full, handle.grads.used
         if (
             state.ref in self._context.graphs.may_recompute
-            or full.serves_graphs
-            or bool(full.claims)
+            or bool(full.readers.claims)
+            or full.readers.bits & KEEP_MEMORY
             or current_backward_id() != self._context.graphs.last_backward_id
-            or (full.is_kept and not full.is_cast and full.params.aliases.are_hidden)
+            or (full.is_kept and not full.is_cast and full.readers.bits & HIDDEN_ALIAS)
         ):
             statuses = [_MAY_CHANGE] * len(used)
         else:
@@ -447,7 +457,7 @@ class ReductionQueue:
             trace.record("gradient_hooks", handle.name)
         try:
             if handle.guard.may_have_hooks:
-                handle.shown.run_gradient_hooks()
+                run_gradient_hooks(handle.shown)
         except BaseException as error:
             # Raise it at the end, because the other ranks wait for this rank's collectives.
             self.hook_error = error

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from composable_shard.flat_param import LOCKED, FlatParamHandle
+from composable_shard.flat_param import HIDDEN_ALIAS, LOCKED, FlatParamHandle
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
     GivingWay,
@@ -68,7 +68,7 @@ class SavedValues:
 
     def __init__(
         self,
-        known: KnownForwards,
+        known: Inspection,
         name: str,
         handles: Sequence[FlatParamHandle],
         *,
@@ -164,7 +164,7 @@ class SavedValues:
             for start, end, handle in self._extents:
                 if start <= address < end:
                     if handle.requires_grad and not _is_connected(tensor, handle):
-                        handle.full.params.note_hidden_alias()
+                        handle.full.readers.add(HIDDEN_ALIAS)
                     return True
         return False
 
@@ -218,7 +218,7 @@ def _addresses(tensor: Any) -> list[int]:
         return []
 
 
-class KnownForwards:
+class Inspection:
     """What earlier forwards have shown about late readers of a unit's full values.
 
     A copy learns anew, except for `backward_hooks`.
@@ -226,7 +226,6 @@ class KnownForwards:
     Attributes:
         backward_hooks: Users' hooks on its modules and on modules inside. They may read and write
             full parameters whose gradients have already arrived.
-        runs_backwards: A node of its graph runs a nested backward, as reentrant checkpoints do.
         keeps: Whether an inspected forward leaves tensors on modules, by number of nodes.
         hooks: The hooks of the running call, if any.
         late_output: What the last forward returned that may read values later; empty if nothing.
@@ -243,12 +242,10 @@ class KnownForwards:
         "keeps_hooks",
         "late_output",
         "refuses_hooks",
-        "runs_backwards",
     )
 
     def __init__(self, backward_hooks: Sequence[Mapping[int, Any]] = ()) -> None:
         self.backward_hooks = backward_hooks
-        self.runs_backwards = False
         self.keeps: dict[int, bool] = {}
         self.hooks: SavedValues | None = None
         self.is_watched = True
@@ -256,7 +253,7 @@ class KnownForwards:
         self.late_output = ""
 
     def __reduce__(self) -> Any:
-        return KnownForwards, (self.backward_hooks,)
+        return Inspection, (self.backward_hooks,)
 
     def begin(self, name: str, handles: Sequence[FlatParamHandle], top: Hooks | None) -> bool:
         """Push hooks if this call of a unit needs them; return whether others are in force."""
@@ -289,7 +286,7 @@ class KnownForwards:
         self.hooks = None
         self.refuses_hooks = True
 
-    def note_late_output(self, what: str) -> None:
+    def set_late_output(self, what: str) -> None:
         """Note what the last forward returned that may read values later."""
         self.late_output = what
 
@@ -352,6 +349,8 @@ def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
         for item in list(vars(each).values()):
             if type(item) in _PLAIN:
                 continue
+            # The module's dicts of parameters and buffers are among the Mappings. A shard in them
+            # is of no graph; the full parameters are the caller's to leave out.
             found = item if isinstance(item, (list, tuple)) else (item,)
             if isinstance(item, Mapping):
                 found = list(item.values())

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator
-from types import CodeType
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -17,11 +16,9 @@ from torch import nn
 
 from composable_shard.flat_param import FlatParamHandle, ParamEntry, slot_key
 from composable_shard.runtime.unit import ShardState
-from composable_shard.tensor import ParamLabel
 from composable_shard.torch_private import (
     REGISTRY_KEY,
     RegistryItem,
-    modules_of,
     parameters_of,
     running,
 )
@@ -52,14 +49,15 @@ def managed_params(module: nn.Module) -> dict[str, tuple[FlatParamHandle, ParamE
     state = module.__dict__.get(_UNIT_KEY)
     if state is None:
         return {}
-    found, place = _by_slot(state.handles), id(parameters_of(module))
+    found, place = by_slot(state.handles), id(parameters_of(module))
     indices = {name: found[place, name] for name in parameters_of(module) if (place, name) in found}
     return {name: (handle, handle.entries[index]) for name, (handle, index) in indices.items()}
 
 
-def _by_slot(
+def by_slot(
     handles: Iterable[FlatParamHandle],
 ) -> dict[tuple[int, Any], tuple[FlatParamHandle, int]]:
+    """Return each place that shows a parameter of some handles, with its handle and index."""
     return {
         slot_key(slot): (handle, index)
         for handle in handles
@@ -68,54 +66,10 @@ def _by_slot(
     }
 
 
-def first_names(
-    module: nn.Module, handles: Iterable[FlatParamHandle]
-) -> dict[tuple[FlatParamHandle, int], str]:
-    """Return the first name in `module` of each parameter of handles, by handle and index."""
-    found, names = _by_slot(handles), dict[tuple[FlatParamHandle, int], str]()
-    for prefix, child in module.named_modules():
-        for key in parameters_of(child).keys():  # noqa: SIM118 -- a ScriptModule's has no __iter__
-            place = found.get((id(parameters_of(child)), key))
-            if place is not None:
-                names.setdefault(place, f"{prefix}.{key}".lstrip("."))
-    return names
-
-
 def find_applied(module: nn.Module) -> str | None:
     """Return the name of a composable API applied to `module` that excludes ours, or None."""
     registry = module.__dict__.get(REGISTRY_KEY, {})
     return next((name for name in (_API_NAME, "replicate") if name in registry), None)
-
-
-def has_forward(module: nn.Module) -> bool:
-    """Return whether calling `module` runs a forward, its own or its class's."""
-    # torch.compile(module) has one as an attribute.
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
-
-
-def class_without_hooks(module: nn.Module) -> type | None:
-    """Return the class whose `__call__` runs no hooks of nn.Module, as gpytorch's; None without.
-
-    One that passes the call on runs them, and one without code to look at may.
-    """
-    for kind in type(module).__mro__:
-        if kind is nn.Module:
-            return None
-        code = getattr(vars(kind).get("__call__"), "__code__", None)
-        if "__call__" not in vars(kind):
-            continue
-        names = set() if code is None else _names_in(code)
-        if "super" not in names:
-            return kind if code is not None and _PASSES_ON.isdisjoint(names) else None
-    return None
-
-
-_PASSES_ON = {"__call__", "_call_impl", "_wrapped_call_impl"}
-
-
-def _names_in(code: CodeType) -> set[str]:
-    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
-    return {*code.co_names, *(name for each in inner for name in _names_in(each))}
 
 
 def called_modules() -> Iterator[nn.Module]:
@@ -132,7 +86,7 @@ def find_reader(handle_ref: weakref.ref[FlatParamHandle]) -> str:
     handle = handle_ref()
     for module in called_modules():
         state = read_state(module)
-        if handle is None or (state is not None and handle in state.needed):
+        if handle is None or (state is not None and handle in state.needed_handles):
             return ""
         if state is not None and handle in get_handles(module):
             return (
@@ -142,40 +96,6 @@ def find_reader(handle_ref: weakref.ref[FlatParamHandle]) -> str:
                 "around both holds it."
             )
     return ""
-
-
-class ModuleTree:
-    """The modules of a model, each once, in an order in which they can be made units."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
-        # Maps every module to its FQNs, several where it is shared; the root's is "". A module
-        # comes after all modules inside it, the root last.
-        self.fqns: dict[nn.Module, list[str]] = {}
-        self._visit(root, "", [], {})
-
-    def _visit(
-        self, module: nn.Module, fqn: str, path: list[nn.Module], found: dict[nn.Module, list[str]]
-    ) -> None:
-        if any(module is outer for outer in path):
-            return  # a cycle; named_modules() follows it once too
-        found.setdefault(module, []).append(fqn)
-        for name, child in modules_of(module).items():
-            if child is not None:
-                self._visit(child, f"{fqn}.{name}".lstrip("."), [*path, module], found)
-        # Share the list with `found`, so that names found later are in it.
-        self.fqns.setdefault(module, found[module])
-
-    def fqn(self, module: nn.Module) -> str:
-        """Return the first FQN of `module`, the one in `named_modules()`."""
-        return self.fqns[module][0]
-
-    def describe(self, module: nn.Module) -> str:
-        """Return the FQN and class of `module`, for messages."""
-        kind = type(module).__name__
-        return (
-            f"'{self.fqn(module)}' ({kind})" if module is not self.root else f"the model ({kind})"
-        )
 
 
 def get_states(module: nn.Module) -> list[ShardState]:
@@ -248,47 +168,6 @@ def iter_unmanaged_modules(
     for name, child in module.named_children():
         if read_state(child) is None and child not in inner:
             yield from iter_unmanaged_modules(child, f"{prefix}.{name}".lstrip("."), seen, inner)
-
-
-def rename(module: nn.Module) -> None:
-    """Name all units and parameters in `module` as seen from it, for messages."""
-    named: dict[ShardState, str] = {}
-    for name, child in module.named_modules():
-        state = read_state(child)
-        if state is not None and state not in named:
-            state.name, named[state] = name or type(child).__name__, name
-    handles = [handle for state in named for handle in state.handles]
-    labels: dict[int, tuple[ParamLabel, str]] = {}  # copies of a unit share them
-    for (handle, index), name in first_names(module, handles).items():
-        label = handle.entries[index].label
-        labels.setdefault(id(label), (label, name))
-    for label, name in labels.values():
-        label.rename(name)
-    for state, name in named.items():
-        for handle in state.handles:
-            handle.label.rename(state.name)
-            if handle.shown.flat is not None:
-                flat_name = f"{name}.{handle.shown.flat_slot.name}"
-                handle.shown.flat.label.rename(flat_name.lstrip("."))
-
-
-def remember_names(modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Return a function that undoes `rename` for the units that are in `modules` now."""
-    states = list(dict.fromkeys(state for module in modules for state in get_states(module)))
-    handles = [handle for state in states for handle in state.handles]
-    state_names = [(state, state.name) for state in states]
-    unit_names = [(handle.label, handle.label.name) for handle in handles]
-    names = [(label, label.fqn) for handle in handles for label in handle.labels()]
-
-    def restore() -> None:
-        for state, name in state_names:
-            state.name = name
-        for unit_label, name in unit_names:
-            unit_label.rename(name)
-        for label, fqn in names:
-            label.rename(fqn)
-
-    return restore
 
 
 def calling_modules(module: nn.Module) -> list[nn.Module]:

@@ -1,106 +1,28 @@
-"""`ShardState` (one unit) and `TreeContext` (the state that the units of a tree share).
-
-A `BackwardPass` holds the state of one backward, a `ForwardCall` the state of one call of a tree.
-Both are dropped at its end, so no field is reset by hand.
-"""
+"""`ShardState` (one unit) and `TreeContext` (the state that the units of a tree share)."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
 from composable_shard.comm import FlagReduction, make_streams
-from composable_shard.flat_param import (
-    FlatParamHandle,
-    ScratchPool,
-    Slot,
-)
-from composable_shard.options import ReshardAfterForward, UnitOptions
+from composable_shard.flat_param import GRAPH, HELD, FlatParamHandle, ScratchPool, Slot
+from composable_shard.options import UnitOptions, UnitSettings
 from composable_shard.runtime.buffer_broadcast import BufferBroadcast
+from composable_shard.runtime.forward_call import ForwardCall
 from composable_shard.runtime.open_graphs import OpenGraphs, UnitCall, alive
 from composable_shard.runtime.reduction_order import ReductionOrder
-from composable_shard.runtime.saved_values import KnownForwards
+from composable_shard.runtime.saved_values import Inspection
+from composable_shard.runtime.training_state import MOVES, TrainingState
 from composable_shard.torch_private import backward_hooks_of
 
-
-class TrainingState(Enum):
-    """The phase that a unit is in."""
-
-    __hash__ = object.__hash__  # Enum's own is a slow Python function
-
-    IDLE = auto()
-    # Between the pre-forward and the post-forward of its module.
-    FORWARD = auto()
-    # From when a backward reaches one of its outputs until the unit's end, [Note: End of a unit].
-    PRE_BACKWARD = auto()
-    # From the unit's end to the end of the backward.
-    POST_BACKWARD = auto()
-    # Inside unshard_params.
-    UNSHARDED_PARAMS = auto()
-
-
-IDLE = TrainingState.IDLE
-_LEGAL = {
-    IDLE: {
-        TrainingState.FORWARD,
-        TrainingState.PRE_BACKWARD,
-        TrainingState.UNSHARDED_PARAMS,
-    },
-    TrainingState.UNSHARDED_PARAMS: {TrainingState.IDLE},
-    # A backward may run inside a forward, as for gradient penalties.
-    TrainingState.FORWARD: {TrainingState.IDLE, TrainingState.PRE_BACKWARD},
-    TrainingState.PRE_BACKWARD: {
-        TrainingState.POST_BACKWARD,
-        TrainingState.IDLE,
-        TrainingState.FORWARD,
-    },
-    # The backward may reach another output of the unit, or another call of its module, later.
-    TrainingState.POST_BACKWARD: {
-        TrainingState.PRE_BACKWARD,
-        TrainingState.IDLE,
-        TrainingState.FORWARD,
-    },
-}
-
 StateRef = weakref.ref["ShardState"]
-
-
-@dataclass(frozen=True)
-class UnitSettings:
-    """What the setters change of a unit after `fully_shard`.
-
-    Attributes:
-        reshard_after_forward: True frees the full parameters between forward and backward, False
-            keeps them, None keeps them only where the unit leads the call, and a number n keeps
-            1/n of them.
-        requires_gradient_sync: False leaves gradients unsharded and unreduced.
-        requires_all_reduce: False reduces gradients over the shard group only.
-        is_last_backward: False while accumulating: more backwards come before the step.
-        unshard_in_backward: False: the user promised that no backward reads full parameters.
-        forward_prefetch: Units to gather when its forward begins; None: the units expected next.
-        backward_prefetch: Units to gather when its backward begins; None: the units expected next.
-    """
-
-    reshard_after_forward: ReshardAfterForward
-    requires_gradient_sync: bool = True
-    requires_all_reduce: bool = True
-    is_last_backward: bool = True
-    unshard_in_backward: bool = True
-    forward_prefetch: tuple[StateRef, ...] | None = None
-    backward_prefetch: tuple[StateRef, ...] | None = None
-
-    @property
-    def reduces_fully(self) -> bool:
-        """Whether a backward reduces gradients completely, over all ranks."""
-        return self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward
 
 
 class ShardState:
@@ -113,16 +35,16 @@ class ShardState:
         borrowed: Handles of other units whose parameters this unit shows too (tied weights); it
             gathers them for its own forward and backward, their owner reduces their gradients.
         ignored: Places of parameters of its modules that were left out on purpose.
-        needed: handles + borrowed: all handles whose full parameters this unit computes with.
+        needed_handles: handles + borrowed: those whose full parameters this unit computes with.
         settings: What the setters have changed.
         buffers: Broadcasts its buffers before forwards; None if not requested.
         has_buckets: Its handles are buckets, which may be reduced before its end.
         depth: Number of running calls of its modules.
         is_in_pass: A forward of its modules claims its full parameters.
         last_call: Its last graph-recording call.
-        known_forwards: What is known of reads of its full parameters, [Note: Aliases].
+        inspection: What is known of reads of its full parameters, [Note: Aliases].
         forward_order: The units in the order of the last call that this unit led.
-        load_call: Missing keys and prefix of the last load_state_dict, from `note_load`.
+        load_call: Missing keys and prefix of the last load_state_dict, from `set_load_call`.
     """
 
     def __init__(
@@ -132,21 +54,21 @@ class ShardState:
         handles: list[FlatParamHandle],
         borrowed: list[FlatParamHandle],
         *,
-        has_buckets: bool,
         buffers: BufferBroadcast | None,
     ) -> None:
         self.name = type(modules[0]).__name__
         self.options = options
         self.handles = handles
         self.borrowed = borrowed
-        self.needed = handles + borrowed
+        self.needed_handles = handles + borrowed
         self.ignored: list[Slot] = []
-        self.settings = UnitSettings(options.reshard_after_forward)
+        self.settings = UnitSettings()
+        self.change(reshard_after_forward=options.reshard_after_forward)
         self.buffers = buffers
-        self.has_buckets = has_buckets
+        self.has_buckets = options.bucket_cap_mb is not None
         parts = [part for module in modules for part in module.modules()]
         hooks = [each for part in parts for each in backward_hooks_of(part)]
-        self.known_forwards = KnownForwards(hooks)
+        self.inspection = Inspection(hooks)
         self.num_modules = self.modules_to_run = len(modules)
         self.training_state = TrainingState.IDLE
         self.is_in_pass = False
@@ -164,16 +86,20 @@ class ShardState:
     @property
     def is_in_scope(self) -> bool:
         """Whether `unshard_params` shows any of its handles, borrowed ones included."""
-        return any([handle.shown.scope is not None for handle in self.needed])
+        return any([handle.shown.scope is not None for handle in self.needed_handles])
 
     @property
     def is_held(self) -> bool:
         """Whether `unshard` claims its full parameters, until `reshard`."""
-        return all([("held", self.ref) in handle.full.claims for handle in self.needed])
+        return all(
+            [(HELD, self.ref) in handle.full.readers.claims for handle in self.needed_handles]
+        )
 
     def change(self, **settings: Any) -> None:
-        """Change some of the unit's `settings`."""
+        """Change some of the unit's `settings`, and those of its handles with them."""
         self.settings = replace(self.settings, **settings)
+        for handle in self.handles:
+            handle.take_settings(self.settings)
 
     def in_tree(self, chosen: Sequence[StateRef]) -> list[ShardState]:
         """Return those of some units that are in this one's tree; others may be gone on a rank."""
@@ -185,19 +111,20 @@ class ShardState:
 
     def hold(self) -> None:
         """Claim the full parameters until `let_go`, for `unshard`."""
-        for handle in self.needed:
-            handle.full.claims.add(("held", self.ref))
+        for handle in self.needed_handles:
+            handle.full.readers.claims.add((HELD, self.ref))
 
     def let_go(self) -> None:
         """Give up the claim of `hold`, if there is one; frees nothing."""
-        held = [handle for handle in self.needed if ("held", self.ref) in handle.full.claims]
+        claim = HELD, self.ref
+        held = [handle for handle in self.needed_handles if claim in handle.full.readers.claims]
         for handle in held:
-            handle.full.claims.discard(("held", self.ref))
+            handle.full.readers.claims.discard(claim)
         for handle in held:
-            if not handle.full.claims:
-                handle.take_back("between unshard and reshard")
+            if not handle.full.readers.claims:
+                handle.adopt_shown_changes("between unshard and reshard")
 
-    def note_load(self, missing_keys: list[str], prefix: str) -> None:
+    def set_load_call(self, missing_keys: list[str], prefix: str) -> None:
         """Note a load_state_dict: its missing keys, and the prefix below which all is loaded."""
         self.load_call = missing_keys, prefix
 
@@ -209,7 +136,7 @@ class ShardState:
         """
         if target is self.training_state:
             return
-        if target not in _LEGAL[self.training_state]:
+        if target not in MOVES[self.training_state]:
             raise RuntimeError(
                 f"unit '{self.name}' can't go from {self.training_state.name} to {target.name}; "
                 "please report this"
@@ -228,8 +155,7 @@ class ShardState:
             depth=0,
             is_in_pass=False,
             modules_to_run=self.num_modules,
-            # These refer to units of the original.
-            settings=replace(self.settings, forward_prefetch=None, backward_prefetch=None),
+            settings=self.settings.of_copy(),
         )
         return state
 
@@ -240,49 +166,6 @@ class ShardState:
         self.ref = weakref.ref(self)
 
 
-class ForwardCall:
-    """One call of a tree, from the pre-forward of the unit that leads it to its post-forward.
-
-    Attributes:
-        leader: The outermost unit that this call runs.
-        order: The units that have run, in order; weakly, so that a deleted module is freed at once.
-        last_order: The units of the leader's last call, while `order` is as it was; then empty.
-        output_sequence_nr: Number of the next autograd node when a unit last returned.
-        prefetched: Units that were gathered ahead and have not run; True if the user chose the
-            unit.
-        broadcast: Units that have broadcast their buffers in this call, if due.
-        innermost: `CallReached` of the innermost running call that records a graph, or None.
-    """
-
-    __slots__ = (
-        *("broadcast", "innermost", "last_order", "leader"),
-        *("order", "output_sequence_nr", "prefetched"),
-    )
-
-    def __init__(self, leader: ShardState) -> None:
-        self.leader = leader.ref
-        self.order: list[StateRef] = []
-        self.last_order = leader.forward_order
-        self.output_sequence_nr = 0
-        self.prefetched: dict[ShardState, bool] = {}
-        self.broadcast: set[ShardState] = set()
-        self.innermost: Any = None  # its module is above this one
-
-    def advance(self, unit: StateRef) -> Iterator[ShardState | None]:
-        """Note that a unit runs now; return the units expected after it, if the order held.
-
-        None stands for a deleted unit. A unit that runs several times in a row, for each of its
-        modules, counts once.
-        """
-        if self.order and self.order[-1] is unit:
-            return iter(())
-        position = len(self.order)
-        self.order.append(unit)
-        if position >= len(self.last_order) or self.last_order[position] is not unit:
-            self.last_order = []
-        return map(weakref.ref.__call__, islice(self.last_order, position + 1, None))
-
-
 class TreeContext:
     """The state that the units of one tree share and that outlives a call and a backward.
 
@@ -291,7 +174,7 @@ class TreeContext:
 
     Attributes:
         modules: Weak references to the outermost modules.
-        around: Weak references to the outermost modules, sharded or not, whose calls run these;
+        callers: Weak references to the outermost modules, sharded or not, whose calls run these;
             each call checks them for added and removed modules.
         states: The units, outermost first.
         device: Device on which the units compute.
@@ -312,10 +195,10 @@ class TreeContext:
         self, modules: list[nn.Module], states: list[ShardState], device: torch.device
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
-        self.around: dict[weakref.ref[nn.Module], None] = {}
+        self.callers: dict[weakref.ref[nn.Module], None] = {}
         self.states: list[StateRef] = [state.ref for state in states]
         self.device = device
-        self.call: ForwardCall | None = None
+        self.call: ForwardCall[ShardState] | None = None
         self.entered = {state.ref: None for state in states if state.depth or state.is_in_pass}
         self.graphs: OpenGraphs[ShardState] = OpenGraphs()
         self.backward: Any = None
@@ -333,7 +216,7 @@ class TreeContext:
             state.context = self
         self.modules = [ref for ref in self.modules + other.modules if ref() is not None]
         self.states = [ref for ref in self.states + other.states if ref() is not None]
-        self.around |= other.around
+        self.callers |= other.callers
         other.modules, other.states, other.graphs = [], [], OpenGraphs()
         self.has_agreed = self.has_agreed and other.has_agreed
         self.is_checked = self.is_checked and other.is_checked
@@ -348,7 +231,7 @@ class TreeContext:
         compared with the other ranks'.
         """
         other.modules, other.has_changed = [], False
-        self.around = dict(other.around)
+        self.callers = dict(other.callers)
         if are_known:
             self.has_agreed = self.is_checked = True
             self.reduction_order = other.reduction_order and ReductionOrder()
@@ -374,7 +257,7 @@ class TreeContext:
 
     def watched_modules(self) -> list[nn.Module]:
         """Return the modules in which a call looks for new contents and for units taken out."""
-        return alive(dict.fromkeys([*self.around, *self.modules]))
+        return alive(dict.fromkeys([*self.callers, *self.modules]))
 
     def live_states(self) -> list[ShardState]:
         """Return the units that still exist."""
@@ -387,7 +270,7 @@ class TreeContext:
     @property
     def serves_graphs(self) -> bool:
         """Whether full values are kept for graphs whose backward no hook announces."""
-        return any(handle.full.serves_graphs for handle in self.live_handles())
+        return any(handle.full.readers.bits & GRAPH for handle in self.live_handles())
 
 
 trees: weakref.WeakSet[TreeContext] = weakref.WeakSet()  # all trees of this process

@@ -79,6 +79,7 @@ def _iter_unknown(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Itera
     seen.add(module)
     if isinstance(module, _OTHER_LIBRARIES):
         return
+    # Our own mark is found too. Below a unit there may be parameters that came later.
     if read_state(module) is None and find_applied(module) is not None:
         return
     for key, param in parameters_of(module).items():
@@ -91,7 +92,7 @@ def _iter_unknown(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Itera
 
 
 def _unmanaged_names(places: Iterable[_Place], states: Sequence[ShardState]) -> list[str]:
-    handles = list(dict.fromkeys(handle for state in states for handle in state.needed))
+    handles = list(dict.fromkeys(handle for state in states for handle in state.needed_handles))
     slots = [slot for handle in handles for entry in handle.entries for slot in entry.slots]
     slots += [slot for state in states for slot in state.ignored]
     known = set(map(slot_key, slots))

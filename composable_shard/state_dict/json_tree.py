@@ -154,6 +154,7 @@ def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:
         return encoded
     if not _MARKS & encoded.keys():
         return {key: decode(item, find_tensor) for key, item in encoded.items()}
+    # A dict with a key like a mark was encoded as pairs, so a mark is alone and none of the user's.
     ((mark, content),) = encoded.items()
     if mark == "__tensor__":
         return find_tensor(content)

@@ -233,6 +233,7 @@ def _broadcast_model(
     if shown:
         problems.append(f"units {shown} show their full parameters: call reshard(module) first")
     text = f"the state dict does not fit {type(model).__name__}: " + "; ".join(problems)
+    # All problems of all ranks before the first value is sent or written.
     ranks.agree(RuntimeError(text) if problems else None)
     names, missing, extra, decoded = ranks.value_from_first(
         lambda: [names, missing, extra, {key: state_dict[key] for key in others}]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import HOST, Ranks
-from composable_shard.flat_param import FlatParamHandle, Shown, take_place
+from composable_shard.flat_param import FlatParamHandle, Shown, swap_keeping_hooks
 from composable_shard.options import describe_prefix
 from composable_shard.runtime import ShardState
 from composable_shard.state_dict.model_tensors import (
@@ -80,6 +80,8 @@ def find_problems(
         for key, value in module.state_dict(prefix=prefix).items()
     }
     given = {name: state_dict[key] for name, key in keys_by_name(state_dict, prefix).items()}
+    # Names below a module that translates are checked by nobody here: the names that it is given
+    # need not be those that it has.
     translated = tuple(
         unwrapped(f"{prefix}{path}." if path else prefix)
         for path, child in module.named_modules(remove_duplicate=False)
@@ -181,7 +183,7 @@ def adopt_new_data(state: ShardState, *_: Any) -> None:
     A state-dict pre-hook of each module of a unit.
     """
     with torch.no_grad():
-        for handle in state.needed:
+        for handle in state.needed_handles:
             is_new = any(e.sharded._local is not e.shard_view for e in handle.shown.at_rest)
             if is_new and handle.shown.scope is None:
                 handle.adopt_changes()
@@ -189,7 +191,11 @@ def adopt_new_data(state: ShardState, *_: Any) -> None:
 
 def check_shows_originals(state: ShardState) -> None:
     """Check that a unit shows original parameters, whose names state dicts have."""
-    flat = [h.name for h in state.needed if h.shown.shows_flat and h.shown.state is not Shown.SCOPE]
+    flat = [
+        h.name
+        for h in state.needed_handles
+        if h.shown.shows_flat and h.shown.state is not Shown.SCOPE
+    ]
     if flat:
         raise RuntimeError(
             f"units {flat} show flat parameters (use_orig_params=False), and state dicts hold "
@@ -206,7 +212,7 @@ def show_shards(
     A state-dict hook of each module of a unit, which runs when everything in it has been saved.
     """
     check_shows_originals(state)
-    if not any(handle.shown.is_unsharded for handle in state.needed):
+    if not any(handle.shown.is_unsharded for handle in state.needed_handles):
         return
     keys = keys_by_name(state_dict, prefix)
     with torch.no_grad():
@@ -276,7 +282,7 @@ def _is_done(state: ShardState, module: nn.Module, prefix: str, missing_keys: li
     hooks = [hook for each in module.modules() for hook in load_pre_hooks_of(each).values()]
     for hook in (getattr(hook, "hook", hook) for hook in hooks):
         if getattr(hook, "func", None) is load_values:
-            hook.args[0].note_load(missing_keys, prefix)
+            hook.args[0].set_load_call(missing_keys, prefix)
     return False
 
 
@@ -407,5 +413,5 @@ def materialize(handle: FlatParamHandle, given: dict[int, Tensor] | None = None)
             memory = torch.zeros_like(param._local, device=device)
         kind = FlatShardOfDTensor if isinstance(param, FlatShardOfDTensor) else FlatShard
         shard = kind(memory, shown.spec, guard=handle.guard)
-        take_place(cast(nn.Parameter, param), nn.Parameter(shard, flag))
+        swap_keeping_hooks(cast(nn.Parameter, param), nn.Parameter(shard, flag))
     handle.adopt_changes()

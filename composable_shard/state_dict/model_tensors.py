@@ -99,7 +99,7 @@ def handles_of(module: nn.Module, around: ShardState | None = None) -> list[Flat
     `around` is the unit that `module` is a part of, if it is none itself.
     """
     states = [*get_states(module), *([] if around is None else [around])]
-    return list(dict.fromkeys(h for state in states for h in state.needed))
+    return list(dict.fromkeys(h for state in states for h in state.needed_handles))
 
 
 def find_params(module: nn.Module, around: ShardState | None = None) -> dict[str, ManagedParam]:

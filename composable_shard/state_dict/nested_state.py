@@ -8,6 +8,8 @@ and each tensor in it has a name of its own, which no optimizer uses because it 
 A shard that is cut as another parameter is (of a vector in parts, each part) stands with the state
 of that parameter, as one of its shape.
 
+A dict stands for an object with a `state_dict`. [Note: Objects in state]
+
 State under other keys than parameters, and entries of `optimizer.state_dict()` beside "state" and
 "param_groups", form the rest. It is flattened in the same way, under the name `REST` in the place
 of a parameter.
@@ -23,7 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from composable_shard.state_dict import json_tree
+from composable_shard.state_dict.first_step import try_first_step
 from composable_shard.state_dict.optimizer_groups import Group, Member, States
+from composable_shard.state_dict.state_objects import told
 from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
@@ -134,12 +138,13 @@ def flatten(state: Mapping[Any, Any], label: str, cuts: Cuts) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     odd: dict[Any, Any] = {}
-    for name, value in state.items():
+    for name, value in ((name, told(value)) for name, value in state.items()):
         is_leaf = isinstance(name, str) and isinstance(value, _LEAVES)
         if is_leaf and cuts.is_own(value, label):
             flat[name] = value
         else:
             odd[name] = value
+    # After the plain values, whose names stay: those of encoded ones begin with `REST`.
     path = REST + (label if label in cuts.specs else "")
     for name, value in odd.items():
         tensors: dict[str, Tensor] = {}
@@ -158,9 +163,10 @@ def _problem(name: object, label: str, value: object) -> str:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return (
         f"the optimizer state {name!r} of '{label}' is a {kind}, and no save can hold it: only "
-        "tensors, numbers, strings, bytes, None, and dicts, lists, tuples, sets and deques of them "
-        "can be saved. Choose options of the optimizer that make no such state, or save the "
-        "parameters alone: save_checkpoint(path, model, step=step)."
+        "tensors, numbers, strings, bytes, None, objects with state_dict() and load_state_dict(), "
+        "and dicts, lists, tuples, sets and deques of them can be saved. Choose options of the "
+        "optimizer that make no such state, or save the parameters alone: "
+        "save_checkpoint(path, model, step=step)."
     )
 
 
@@ -249,9 +255,23 @@ def own_entries(optimizer: Optimizer) -> Mapping[str, Any]:
 
 
 def why_unsaved(optimizer: Optimizer) -> str:
-    """Return why no save can hold the state that an optimizer has now; empty if one can."""
+    """Return why no save can hold the state of an optimizer, or whether that is not known.
+
+    Empty if one can. Before the first step: what a trial makes. [Note: Trial step]
+    """
+    states: Mapping[Any, Any] = optimizer.state
+    if not states and not type(optimizer).step.__module__.startswith("torch.optim."):
+        kind = type(optimizer).__name__
+        try:
+            states = try_first_step(optimizer)
+        except Exception as error:  # of any kind: the code is the program's
+            return (
+                f"whether a save can hold the state of {kind} is not known before its first step, "
+                f"which was tried on small plain parameters: {type(error).__name__}: {error}. "
+                "Take one step, and describe again."
+            )
     cuts = Cuts({}, takes_others=True)
-    for key, state in optimizer.state.items():
+    for key, state in states.items():
         label = str(key._shard_spec.label) if isinstance(key, FlatShard) else "all parameters"
         try:
             flatten(state if isinstance(state, dict) else {key: state}, label, cuts)
@@ -264,15 +284,15 @@ def _split(
     optimizer: Optimizer, members: list[Member]
 ) -> tuple[States, dict[Any, Any], dict[str, Any]]:
     """Return an optimizer's state by FQN, under other keys, and its entries beside the state."""
-    told = own_entries(optimizer)
-    entries = {key: value for key, value in told.items() if key not in ("state", "param_groups")}
+    said = own_entries(optimizer)
+    entries = {key: value for key, value in said.items() if key not in ("state", "param_groups")}
     own: States = {member.fqn: {} for member in members}
-    if "state" not in told:  # a class that wraps an optimizer, and has it among its entries
+    if "state" not in said:  # a class that wraps an optimizer, and has it among its entries
         return own, {}, entries
-    numbers = [number for group in told["param_groups"] for number in group["params"]]
+    numbers = [number for group in said["param_groups"] for number in group["params"]]
     fqns = {number: m.fqn for number, m in zip(numbers, members, strict=True)}
     other: dict[Any, Any] = {}
-    for key, value in told["state"].items():
+    for key, value in said["state"].items():
         if key in fqns:
             own[fqns[key]] = value
         elif isinstance(key, str):

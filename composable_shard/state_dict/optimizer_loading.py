@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable_shard.optim import find_scalar_keys
+from composable_shard.optim import find_scalar_keys, made_state
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict.gathering import scatter_full
 from composable_shard.state_dict.model_tensors import ModelRanks, canonical
@@ -28,12 +29,18 @@ from composable_shard.state_dict.nested_state import (
 )
 from composable_shard.state_dict.optimizer_groups import (
     Group,
+    Member,
     Optimizers,
     States,
     as_list,
     group_kinds,
     names_by_handle,
     view_optimizers,
+)
+from composable_shard.state_dict.state_objects import (
+    missing_objects,
+    stands_for_objects,
+    with_objects,
 )
 from composable_shard.tensor import (
     FlatShard,
@@ -83,6 +90,8 @@ def set_optimizer_state_dict(
         prepare_load(model, as_list(optimizers), optim_state_dict, options)()
 
 
+# State of parameters, state under other keys, and entries of the state dict beside the state
+_Loaded = tuple[States, dict[Any, Any], dict[str, Any]]
 _KEPT_OPTIONS = ("params", "param_names")
 
 
@@ -114,12 +123,13 @@ def prepare_load(
         given.cut(ranks)
     with ranks.agreed():
         nested = [given.unflatten(optimizer) for optimizer in optimizers]
+    held = [given.hold_objects(ranks, *pair) for pair in zip(optimizers, nested, strict=True)]
 
     def load() -> None:
         for handle in ranks.handles:
             handle.fix_owners()  # a rank that has a parameter has its state
-        for optimizer, states in zip(optimizers, nested, strict=True):
-            _load(optimizer, groups, given.options, states)
+        for optimizer, states, objects in zip(optimizers, nested, held, strict=True):
+            _load(optimizer, groups, given.options, with_objects(states, objects))
 
     return load
 
@@ -131,7 +141,8 @@ def cut_state(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, A
         given = _Given(view_optimizers(model, [optimizer]), is_given_away=False)
         given.take(state_dict, is_strict=False)
     given.cut(ranks)
-    nested, other, _ = given.unflatten(optimizer)
+    states = given.unflatten(optimizer)
+    nested, other, _ = with_objects(states, given.hold_objects(ranks, optimizer, states))
     return {**nested, **other}
 
 
@@ -146,14 +157,14 @@ def _load(
     optimizer: Optimizer,
     groups: list[Group],
     options: list[dict[str, Any]],
-    states: tuple[States, dict[Any, Any], dict[str, Any]],
+    states: _Loaded,
 ) -> None:
     """Load through the optimizer's own method, which casts, moves and runs hooks."""
     param_groups: list[dict[str, Any]] = []
     nested, other, entries = states
     state: dict[Any, Any] = {}
     members = [m for group in groups if group.optimizer is optimizer for m in group.members]
-    is_everyones = is_kept_by_all(len(nested), len(members))
+    takers = {member.fqn for member in _takers(members, nested)}
     count = 0
     for group, values in zip(groups, options, strict=True):
         if group.optimizer is not optimizer:
@@ -161,8 +172,7 @@ def _load(
         numbers = list(range(count, count + len(group.members)))
         count += len(numbers)
         for number, member in zip(numbers, group.members, strict=True):
-            has_state = is_everyones or not is_owned_by_other_rank(member.param)
-            if nested.get(member.fqn) and has_state:
+            if nested.get(member.fqn) and member.fqn in takers:
                 state[number] = nested[member.fqn]
         param_groups.append({**group.options, **values, "params": numbers})
     if entries and "state" not in own_entries(optimizer):  # it wraps another one
@@ -175,6 +185,20 @@ def _load(
         loaded, wanted = optimizer.state.get(member.param, {}), state.get(number, {})
         for name in loaded.keys() & wanted.keys():
             loaded[name] = _as_saved(loaded[name], wanted[name], is_cast=not is_torchs)
+
+
+def _takers(members: Iterable[Member], nested: States) -> list[Member]:
+    """Return the parameters of which this rank has state."""
+    members = list(members)
+    is_everyones = is_kept_by_all(len(nested), len(members))
+    return [m for m in members if is_everyones or not is_owned_by_other_rank(m.param)]
+
+
+def _held_state(optimizer: Optimizer, members: Iterable[Member]) -> _Loaded:
+    """Return the state that an optimizer has now, in the form of state to load."""
+    own = {member.fqn: optimizer.state.get(member.param, {}) for member in members}
+    other = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
+    return own, other, {**own_entries(optimizer)}
 
 
 def _as_saved(found: Any, saved: Any, *, is_cast: bool) -> Any:
@@ -191,6 +215,7 @@ def _as_saved(found: Any, saved: Any, *, is_cast: bool) -> Any:
     if isinstance(saved, dict):
         for key in found.keys() & saved.keys():
             found[key] = _as_saved(found[key], saved[key], is_cast=is_cast)
+    # By exact class: a named tuple takes its items one by one, and is left as it was loaded.
     elif type(saved) in (list, tuple, deque) and len(found) == len(saved):
         pairs = zip(found, saved, strict=True)
         items = [_as_saved(one, two, is_cast=is_cast) for one, two in pairs]
@@ -223,6 +248,7 @@ class _Given:
         # `cut` or `spread` makes FlatShards of it.
         self.states: States = {}
         self.options: list[dict[str, Any]] = [{} for _ in groups]  # new options of each group
+        self._has_objects = False  # on any rank. [Note: Objects in state]
 
     def take(self, state_dict: Mapping[str, Any], *, is_strict: bool) -> None:
         """Take the state of the optimizers' parameters; changes no optimizer."""
@@ -380,9 +406,11 @@ class _Given:
             for name, value in state.items()
             if self._is_scattered(fqn, value)
         ]
-        told = ranks.all_messages(gathered)
-        if len(told) > 1:
-            odd = sorted({name for names in told for name in names})
+        has_objects = any(map(stands_for_objects, self.states.values()))
+        told = ranks.all_messages([gathered, has_objects])
+        self._has_objects = any(each[1] for each in told)
+        if any(each[0] != gathered for each in told):
+            odd = sorted({name for names, _ in told for name in names})
             raise RuntimeError(
                 f"the ranks gave optimizer state that is sharded differently: {odd}. Load the same "
                 "kind of state dict on every rank."
@@ -410,11 +438,37 @@ class _Given:
     def _owned(self, value: Tensor) -> Tensor:
         return value if self._is_given_away else cloned(value)
 
-    def unflatten(self, optimizer: Optimizer) -> tuple[States, dict[Any, Any], dict[str, Any]]:
+    def unflatten(self, optimizer: Optimizer) -> _Loaded:
         """Return the state of parameters, of other keys, and the entries beside the state."""
         fqns = {fqn for group in self._groups if group.optimizer is optimizer for fqn in group.fqns}
         found = unflatten_rest(self.states)
         return {fqn: state for fqn, state in found[0].items() if fqn in fqns}, *found[1:]
+
+    def hold_objects(self, ranks: ModelRanks, optimizer: Optimizer, states: _Loaded) -> list[Any]:
+        """Return states, in the form of `states`, that have the objects which are to take theirs.
+
+        [Note: Objects in state] The step that makes them is one of all ranks.
+
+        Raises:
+            ValueError: On all ranks, if there is no such object on one, naming its state.
+        """
+        if not self._has_objects:
+            return []
+        members = [m for g in self._groups if g.optimizer is optimizer for m in g.members]
+        takers = _takers(members, states[0])
+        wanted = {m.fqn: states[0].get(m.fqn, {}) for m in takers}, *states[1:]
+        held = [_held_state(optimizer, takers)]
+        is_made = any(ranks.all_messages(bool(missing_objects(wanted, held))))
+        with ranks.agreed(), made_state(optimizer) if is_made else nullcontext():
+            held.append(_held_state(optimizer, takers))
+        with ranks.agreed():
+            if missing := missing_objects(wanted, held):
+                raise ValueError(
+                    f"expected an optimizer whose state has a {missing[0]}, whose state is to be "
+                    f"loaded, and a first step of this {type(optimizer).__name__} makes none "
+                    "there. Build the optimizer that was saved, or take a step first."
+                )
+        return held
 
     def spread(self, ranks: ModelRanks) -> None:
         """Give every rank its shards of the first rank's state, one handle at a time."""
@@ -442,6 +496,7 @@ class _Given:
                     piece = entry.slice_of(shard).clone()
                     states[names[index]][key] = FlatShard(piece, entry.spec)
         self.states = states
+        self._has_objects = any(map(stands_for_objects, states.values()))
 
     def _check_is_whole(self) -> None:
         for fqn, state in self.states.items():

@@ -107,6 +107,7 @@ def _read(
     device = HOST if options.cpu_offload else None
     if options.full_state_dict:
         states = _make_full(ranks, groups, states, device, to_first=options.rank0_only)
+        # Not earlier: all ranks take part in the collectives above.
         if options.rank0_only and not ranks.is_first:
             return {}
     elif options.cpu_offload:

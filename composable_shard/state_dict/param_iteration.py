@@ -100,6 +100,8 @@ def _gather_in_buckets(
             alone.append(each)
         elif isinstance(each, ManagedParam):
             buckets.setdefault(handle, {})[each.index] = each
+    # All of `found` is sorted first, so that each handle is gathered once, in the same order on all
+    # ranks. Values leave their dict as they are yielded: the caller alone keeps them alive.
     wanted = [Shares(handle, indices=sorted(each)) for handle, each in buckets.items()]
     for shares, values in gather_full(wanted, to_first=to_first, device=device, dtype=dtype):
         for index in sorted(values):

@@ -58,7 +58,7 @@ def check_torch_call(state: ShardState) -> dict[str, str]:
     # To an optimizer without state torch gives one for every parameter, in flat form too.
     is_ready = is_flat and not is_full and all(each.state for each in optimizers)
     problem = ""
-    if is_load and not is_ready and any(handle.layout.owners for handle in state.needed):
+    if is_load and not is_ready and any(handle.layout.owners for handle in state.needed_handles):
         problem = 'misses the state of parameters that other ranks own whole (granularity="param")'
     elif is_load and is_flat and is_full:
         problem = "loads no whole state in flat form"

@@ -53,4 +53,4 @@ from composable_shard.tensor.pending import (
 )
 from composable_shard.tensor.reduction_rules import combine, reduction_groups
 from composable_shard.tensor.shard_spec import ShardSpec, flat_spec, refuse_flat_dtensors
-from composable_shard.tensor.write_guard import WriteGuard, compared
+from composable_shard.tensor.write_guard import COMPARED, WriteGuard

@@ -59,6 +59,8 @@ def _run(
     if not shard.dim() or not shard.numel() or not is_inexact(shard.dtype):
         raise unsupported(func, args)
     sizes = [1 if dim in dims else size for dim, size in enumerate(spec.shape)]
+    # The reduction of all elements asks for no order, so a range of any layout will do. Rows go to
+    # their places before ranks are combined, for each rank has other rows.
     if len(dims) == shard.dim():
         local = shard._local if shard._local.numel() else shard._local.new_full((1,), fill)
         result = reduce(local.view(-1), [0]).view(sizes)

@@ -194,7 +194,7 @@ class FlatShard(RowCheckpointable):
     def requires_grad(self, flag: bool) -> None:
         Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
         if self._guard is not None:
-            self._guard.note_attributes(True)
+            self._guard.set_new_attributes(True)
 
     def requires_grad_(self, requires_grad: bool = True) -> FlatShard:
         """Set `requires_grad` and return the shard."""
@@ -204,13 +204,13 @@ class FlatShard(RowCheckpointable):
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """Register a hook: on a unit's parameter it sees this rank's full, unreduced gradient."""
         if self._guard is not None:
-            self._guard.note_attributes(True)
+            self._guard.set_new_attributes(True)
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """Register a hook: on a unit's parameter it sees the reduced gradient."""
         if self._guard is not None:
-            self._guard.note_attributes(True)
+            self._guard.set_new_attributes(True)
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def view_as(self, other: Tensor) -> Tensor:

@@ -32,9 +32,8 @@ from composable_shard.tensor.operands import (
     tensors_in,
 )
 from composable_shard.tensor.strided_view import StridedView
-from composable_shard.tensor.write_guard import running
-from composable_shard.torch_private import OpOverload, is_in_step, schema_of
-from composable_shard.torch_private import running as running_functions
+from composable_shard.tensor.write_guard import RUNNING
+from composable_shard.torch_private import OpOverload, is_in_step, running, schema_of
 
 
 class GatherWarning(UserWarning):
@@ -108,7 +107,7 @@ _WRAPPERS = {
 def refuse_wrappers(shards: Sequence[FlatShard]) -> None:
     """Raise inside what would take shards for replicas, or shard them again."""
     for name, (module, function) in _WRAPPERS.items():
-        if any(running_functions(module, function)):
+        if any(running(module, function)):
             raise RuntimeError(
                 f"{name} got the sharded parameter '{shards[0]._shard_spec.label.fqn}'. A sharded "
                 f"model needs no {name} around it: its own backward reduces the gradients."
@@ -214,8 +213,8 @@ def _announce(func: OpOverload, shards: Sequence[FlatShard]) -> None:
             )
     if not nbytes:
         return
-    if running.steps:  # announced when the step ends, with all that it has gathered
-        running.note_gathered(nbytes)
+    if RUNNING.steps:  # announced when the step ends, with all that it has gathered
+        RUNNING.add_gathered(nbytes)
         return
     line = _calling_line()
     if line not in _warned_lines:
@@ -237,7 +236,7 @@ _steps: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyD
 def announce_step(optimizer: Optimizer) -> None:
     """Warn of what a step has gathered, once for each optimizer, and note it."""
     is_new = optimizer not in _steps
-    _steps[optimizer] = nbytes, _ = running.take_gathered()
+    _steps[optimizer] = nbytes, _ = RUNNING.pop_gathered()
     if is_new:
         warnings.warn(
             f"{type(optimizer).__name__}.step() runs operations that need whole tensors: each step "

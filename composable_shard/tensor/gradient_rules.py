@@ -46,7 +46,7 @@ from composable_shard.tensor.reduction_rules import (
     wide,
 )
 from composable_shard.tensor.rule_table import Rule
-from composable_shard.tensor.write_guard import compared, running
+from composable_shard.tensor.write_guard import COMPARED, RUNNING
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     OpOverload,
@@ -102,26 +102,26 @@ class NeverStepped:
 def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(map(step_hooks.waits, step_hooks.trees)):  # no function of Python runs for it
         step_hooks.check(optimizer)
-    reference, outer = weakref.ref(optimizer), running.steps
+    reference, outer = weakref.ref(optimizer), RUNNING.steps
     hash(reference)  # kept by it: a step that failed may be the last of its optimizer
-    while outer and outer[-1][1] != compared.number:
+    while outer and outer[-1][1] != COMPARED.number:
         outer = outer[:-1]
-    if not outer and running.gathered_nbytes:
-        running.take_gathered()  # a step that failed may have left some
-    if running.numbers and not outer:  # of a step that failed
+    if not outer and RUNNING.gathered_nbytes:
+        RUNNING.pop_gathered()  # a step that failed may have left some
+    if RUNNING.numbers and not outer:  # of a step that failed
         end_numbers()
-    running.steps = (*outer, (reference, compared.number))
+    RUNNING.steps = (*outer, (reference, COMPARED.number))
     _note_owned_writes(optimizer)
 
 
 def _end_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if step_hooks.num_owned:
         _note_owned_writes(optimizer)
-    if running.gathered_nbytes:
+    if RUNNING.gathered_nbytes:
         announce_step(optimizer)
-    if running.numbers:
+    if RUNNING.numbers:
         end_numbers()
-    running.steps = running.steps[:-1]
+    RUNNING.steps = RUNNING.steps[:-1]
     if (len(args) > 1 or kwargs) and any(map(step_hooks.waits, step_hooks.trees)):
         step_hooks.check(optimizer)
 

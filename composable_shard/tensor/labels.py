@@ -31,12 +31,12 @@ class UnitLabel:
         self.name = name
         self.text = f"unit '{name}', number {self.number}"
 
-    def take_number(self, number: int) -> None:
+    def set_number(self, number: int) -> None:
         """Take a number, which stays."""
         self.number = number
         self.rename(self.name)
 
-    def note_call(self, number: int) -> None:
+    def set_first_call(self, number: int) -> None:
         """Note the number of the collective in which the ranks have compared the unit."""
         self.first_call = self.first_call or number
 
@@ -60,7 +60,7 @@ class ParamLabel:
         """Take another name."""
         self.fqn = fqn
 
-    def note_owned(self, flag: bool = True) -> None:
+    def set_among_owned(self, flag: bool = True) -> None:
         """Note whether one rank owns some parameters of its tree."""
         self.is_among_owned = flag
 
@@ -68,7 +68,7 @@ class ParamLabel:
         """Choose whether operations at rest that would gather raise."""
         self.refuses_gathers = flag
 
-    def note_late_output(self, what: str) -> None:
+    def set_late_output(self, what: str) -> None:
         """Note what the last forward of its unit returned that may read it afterwards."""
         self.late_output = what
 

@@ -20,7 +20,7 @@ from weakref import ref
 from torch import Tensor
 
 from composable_shard.tensor.labels import ParamLabel
-from composable_shard.tensor.write_guard import running
+from composable_shard.tensor.write_guard import RUNNING
 from composable_shard.torch_private import DisableTorchFunctionSubclass
 
 _READS = frozenset(
@@ -63,18 +63,18 @@ def mark(result: Any, sources: _Sources) -> None:
     for each in _tensors_in(result):
         if type(each) is Tensor and sources:
             each.__class__ = OwnedNumber
-            running.numbers.append(ref(each))
+            RUNNING.numbers.append(ref(each))
         if isinstance(each, OwnedNumber):
             each.sources = sources
 
 
 def end_numbers() -> None:
     """Make plain tensors of all that are left of the step."""
-    for reference in running.numbers:
+    for reference in RUNNING.numbers:
         number = reference()
         if number is not None:
             number.__class__ = Tensor
-    running.numbers.clear()
+    RUNNING.numbers.clear()
 
 
 def _tensors_in(value: Any) -> Iterator[Any]:
@@ -101,7 +101,7 @@ def _check(name: str, operands: list[Any]) -> _Sources:
     labels = {each._shard_spec.label for each in operands if hasattr(each, "_shard_spec")}
     joined = sources | labels
     if len(joined) > 1 and sources and (labels or name in _READS):
-        optimizer = running.steps[-1][0]() if running.steps else None
+        optimizer = RUNNING.steps[-1][0]() if RUNNING.steps else None
         names = " and ".join(sorted(f"'{label.fqn}'" for label in joined)[:2])
         raise RuntimeError(
             f"a step of {type(optimizer).__name__} combines numbers of the parameters {names} "

@@ -93,6 +93,7 @@ def local_operands(func: OpOverload, args: tuple[Any, ...]) -> tuple[list[Any], 
             operands.append(arg)
     if spec is None:
         raise unsupported(func, args)
+    # Only now: plain tensors are cut as the shard is, and the first shard may come after them.
     for position in plain:
         operand = operands[position]
         if len(operand.shape) > len(spec.shape):
@@ -111,6 +112,8 @@ def _mixed_operands(func: OpOverload, args: tuple[Any, ...]) -> tuple[list[Any],
         raise unsupported(func, args)
     spec = like._shard_spec
     others = [shard for shard in shards if shard._shard_spec != spec]
+    # All refusals before `gather_bases`, which communicates: in a step the owner of a whole
+    # parameter runs this alone.
     for other in others:
         if spec.owner is not None or other._shard_spec.owner is not None:
             check_same_spec(func, spec, other._shard_spec)

@@ -28,7 +28,7 @@ from composable_shard.tensor.owned_numbers import mark
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.tensor.strided_view import Geometry
 from composable_shard.tensor.view_rules import run_of
-from composable_shard.tensor.write_guard import running
+from composable_shard.tensor.write_guard import RUNNING
 from composable_shard.torch_private import OpOverload, storage_of
 
 
@@ -131,7 +131,7 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         result = type(result)(_wrap(item, shards, originals, is_elementwise) for item in result)
     else:
         result = _wrap(result, shards, originals, is_elementwise)
-    if running.steps:
+    if RUNNING.steps:
         _mark_numbers(result, shards)
     return result
 

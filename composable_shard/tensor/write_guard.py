@@ -35,12 +35,12 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.numbers: list[weakref.ref[Tensor]] = []
 
-    def note_gathered(self, nbytes: int) -> None:
+    def add_gathered(self, nbytes: int) -> None:
         """Add to what the running step has gathered."""
         self.gathered_nbytes += nbytes
         self.num_gathers += 1
 
-    def take_gathered(self) -> tuple[int, int]:
+    def pop_gathered(self) -> tuple[int, int]:
         """Return what the step has gathered, and for how many operations; begin anew."""
         found = self.gathered_nbytes, self.num_gathers
         self.gathered_nbytes = self.num_gathers = 0
@@ -57,8 +57,8 @@ class _Compared:
     number = 0
 
 
-running = _Running()
-compared = _Compared()
+RUNNING = _Running()
+COMPARED = _Compared()
 
 
 def _no_one() -> None:
@@ -96,7 +96,7 @@ class WriteGuard:
         self._last_writer: object = None  # the steps that its thread was in
         self._num_steps: dict[weakref.ref[Optimizer], int] = {}
         self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
-        self._at_write: Callable[[], None] | None = None
+        self._at_write: dict[str, Callable[[], None]] = {}  # by who has asked for the next write
         self.is_in_backward = False
         self.is_in_scope = False
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
@@ -140,11 +140,11 @@ class WriteGuard:
                 "running. Call optimizer.step() and edit parameters after backward() has returned."
             )
         self.num_writes += 1
-        if running.steps is not self._last_writer:
-            self._note_writer(running.steps)
+        if RUNNING.steps is not self._last_writer:
+            self._note_writer(RUNNING.steps)
         if self._reads:
             self.wait_for_reads()
-        if self._at_write is not None:
+        if self._at_write:
             self._run_at_write()
 
     @property
@@ -159,18 +159,18 @@ class WriteGuard:
         """Count a write that the owner of the shard makes; the ranks compare a checksum."""
         self.num_writes += 1
         self._checksum += checksum
-        if self._at_write is not None:
+        if self._at_write:
             self._run_at_write()
 
     def _note_writer(self, steps: tuple[Step, ...]) -> None:
         self._last_writer = steps
-        if not steps or steps[-1][1] != compared.number:
+        if not steps or steps[-1][1] != COMPARED.number:
             self._has_edits = True
         else:
             optimizer = steps[-1][0]
             self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
 
-    def take_new(self) -> tuple[dict[weakref.ref[Optimizer], int], bool, int, int]:
+    def pop_writes(self) -> tuple[dict[weakref.ref[Optimizer], int], bool, int, int]:
         """Return what was written since the last such call, for all ranks to compare.
 
         Returns:
@@ -183,13 +183,13 @@ class WriteGuard:
         self._last_writer, self._num_steps = None, {}
         return found
 
-    def at_next_write(self, run: Callable[[], None]) -> None:
-        """Set a function that runs once, with the next write."""
-        self._at_write = run
+    def at_next_write(self, who: str, run: Callable[[], None]) -> None:
+        """Set the function of a user that runs once, with the next write."""
+        self._at_write[who] = run
 
     def _run_at_write(self) -> None:
-        run, self._at_write = self._at_write, None
-        if run is not None:
+        functions, self._at_write = self._at_write, {}
+        for run in functions.values():
             run()
 
     def set_in_backward(self, flag: bool) -> None:
@@ -200,16 +200,16 @@ class WriteGuard:
         """Choose whether `unshard_params` shows the full values."""
         self.is_in_scope = flag
 
-    def note_attributes(self, are_new: bool) -> None:
+    def set_new_attributes(self, are_new: bool) -> None:
         """Note whether there is requires_grad or a hook that the owner has not adopted."""
         self.has_new_attributes = are_new
         self.may_have_hooks |= are_new
 
-    def note_no_hooks(self) -> None:
+    def set_no_hooks(self) -> None:
         """Note that no parameter has hooks that see final gradients, until attributes are noted."""
         self.may_have_hooks = False
 
-    def note_read(self, wait: Callable[[], None]) -> None:
+    def add_read(self, wait: Callable[[], None]) -> None:
         """Note that a copy of the shard is under way: `wait` returns when it is done."""
         if len(self._reads) >= _MAX_READS:
             self._reads.pop(0)()

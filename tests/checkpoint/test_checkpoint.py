@@ -26,7 +26,8 @@ from composable_shard import (
 )
 from composable_shard.checkpoint.file_format import checksums
 from composable_shard.checkpoint.reader import CheckpointReader
-from tests.harness.helpers import assert_equal, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import run_ranks
 from tests.programs.models import every_granularity, full_tensor_of
 
 # --- from any layout to any other ---

@@ -33,7 +33,8 @@ from composable_shard.checkpoint import files
 from composable_shard.layout import Region
 from composable_shard.state_dict.json_tree import decode, encode, merge
 from composable_shard.tensor.operands import find_places
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 from tests.programs.models import Net, rank_input, shard_blocks
 
 # --- reading ---

@@ -33,14 +33,9 @@ from composable_shard import (
 )
 from composable_shard.checkpoint import CheckpointSave, LoadedCheckpoint, files
 from composable_shard.comm.trace import count_collectives
-from tests.harness.helpers import (
-    assert_equal,
-    device,
-    distributed,
-    peak_bytes,
-    run_processes,
-    run_ranks,
-)
+from tests.harness.assertions import assert_equal
+from tests.harness.memory import peak_bytes
+from tests.harness.ranks import device, distributed, run_processes, run_ranks
 from tests.programs.models import Net, every_granularity, rank_input, shard_blocks, shard_root
 
 

@@ -17,7 +17,7 @@ from composable_shard import (
     load_checkpoint,
     save_checkpoint,
 )
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 
 
 class Fused(nn.Module):

@@ -24,7 +24,8 @@ from composable_shard import (
     load_checkpoint,
     save_checkpoint,
 )
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 from tests.programs.models import EVERYWHERE, Layer
 
 _NUM_LAYERS = 4

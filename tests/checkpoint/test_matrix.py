@@ -21,7 +21,7 @@ from composable_shard import (
     load_checkpoint,
     save_checkpoint,
 )
-from tests.harness.helpers import run_ranks
+from tests.harness.ranks import run_ranks
 from tests.programs.models import EVERYWHERE, Net
 
 _DOCS = Path(__file__).parents[2] / "docs" / "checkpoints.md"

@@ -28,7 +28,8 @@ from composable_shard import (
     set_optimizer_state_dict,
 )
 from composable_shard.tensor import kind_of
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     EVERYWHERE,
     FROM_RANK0,

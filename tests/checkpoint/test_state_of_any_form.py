@@ -25,7 +25,8 @@ from composable_shard import (
     save_checkpoint,
     set_optimizer_state_dict,
 )
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 from tests.programs.models import EVERYWHERE, Net, shard_blocks
 
 
@@ -97,6 +98,67 @@ class Crossed(torch.optim.Optimizer):
         params[-1].sub_(state["last"], alpha=0.01)
 
 
+class Average:
+    """An object of an optimizer's package, which says its state and takes it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.mean = torch.zeros_like(like)  # a shard, where the parameter is one
+        self.table = torch.zeros(20)  # whole, and too large for a message
+        self.taken = 0
+
+    def update(self, value: Tensor) -> Tensor:
+        """Return the mean of values so far."""
+        self.taken += 1
+        self.table += self.taken
+        self.mean.lerp_(value, 1 / self.taken)
+        return self.mean * (1 + self.table[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the object knows."""
+        return {"mean": self.mean, "table": self.table, "taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` has returned."""
+        self.mean, self.table, self.taken = state["mean"], state["table"], state["taken"]
+
+
+class Counter:
+    """An object that knows one number."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the number."""
+        self.count = state["count"]
+
+
+class KeepsObjects(torch.optim.Optimizer):
+    """Keeps objects under parameters, in a list there, and under a key of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step that all objects have a part in."""
+        del closure
+        counter = self.state.setdefault("counter", Counter())  # type: ignore[call-overload]
+        counter.count += 1
+        for param in self.param_groups[0]["params"]:
+            if param.grad is None:
+                continue
+            state = self.state[param]
+            if not state:
+                state["mean"], state["more"] = Average(param), [Average(param), 3]
+            update = state["mean"].update(param.grad) + state["more"][0].update(param.grad.sign())
+            param.sub_(update, alpha=self.param_groups[0]["lr"] / counter.count)
+
+
 def lbfgs(params: Any) -> torch.optim.Optimizer:
     """Return torch's, with a short history."""
     return torch.optim.LBFGS(params, lr=0.1, max_iter=3, history_size=3)
@@ -128,7 +190,9 @@ def go(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, end: int)
 
 
 def whole_values(value: Any) -> Any:
-    """Return nested values with whole tensors."""
+    """Return nested values with whole tensors, and what objects say in their place."""
+    if isinstance(value, Average | Counter):
+        return [type(value), whole_values(value.state_dict())]
     if isinstance(value, FlatShard):
         return value.full_tensor().detach().clone()
     if isinstance(value, Tensor):
@@ -170,6 +234,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "odd": KeepsEverything,
     "crossed": Crossed,
     "lbfgs": lbfgs,
+    "objects": KeepsObjects,
 }
 SHARDS: dict[str, dict[str, Any]] = {
     "element": {},
@@ -304,7 +369,49 @@ def test_a_shard_cut_as_no_parameter_is_refused_before_anything_is_written(tmp_p
 # --- torch.distributed.checkpoint ---
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def save_by_dcp(path: Path) -> Any:
+    """Save after two steps; return what the run has then."""
+    model, optimizer = make_run(KeepsObjects, {})
+    go(model, optimizer, 0, 2)
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path)
+    return outcome(model, optimizer)
+
+
+def load_by_dcp(path: Path, expected: Any) -> None:
+    """Load into an optimizer that has taken no step, so that it has no objects."""
+    model, optimizer = make_run(KeepsObjects, SHARDS["row"])
+    ahead = StateDictOptions(init_optimizer_state=True)
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer, options=ahead)}
+    dcp.load(state, checkpoint_id=path)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert_same_nested(outcome(model, optimizer)[1], expected[1])
+
+
+def test_dcp_carries_what_objects_say(tmp_path: Path) -> None:
+    """To another world size and granularity, bit for bit."""
+    run_ranks(3, load_by_dcp, tmp_path, run_ranks(2, save_by_dcp, tmp_path)[0])
+
+
+@distributed(2)
+def test_a_load_gives_objects_that_the_optimizer_holds_their_state() -> None:
+    """The objects stay; one that is not there is an error on all ranks, and nothing changes."""
+    model, optimizer = make_run(KeepsObjects, {})
+    go(model, optimizer, 0, 2)
+    saved = get_optimizer_state_dict(model, optimizer, options=EVERYWHERE)
+    held = optimizer.state[model.inp.weight]["mean"]
+    go(model, optimizer, 2, 3)
+    set_optimizer_state_dict(model, optimizer, saved)
+    assert optimizer.state[model.inp.weight]["mean"] is held
+    assert held.taken == 2
+    saved["state"]["inp.weight"]["mean"]["__object__"] = "Projector"
+    go(model, optimizer, 2, 3)
+    before = whole_values(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"expected an optimizer whose state has a Projector"):
+        set_optimizer_state_dict(model, optimizer, saved)
+    assert_same_nested(whole_values(optimizer.state_dict()), before)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"objects"}))
 @distributed(2)
 def test_dcp_saves_all_state_or_refuses_it_by_name(name: str, tmp_path: Path) -> None:
     """DCP pickles tuples and deques of rank 0: without the error, shards in them would be lost."""

@@ -21,7 +21,9 @@ from composable_shard import (
 )
 from composable_shard.checkpoint.reader import CheckpointReader
 from composable_shard.state_dict import prepare_load
-from tests.harness.helpers import assert_equal, distributed, peak_bytes
+from tests.harness.assertions import assert_equal
+from tests.harness.memory import peak_bytes
+from tests.harness.ranks import distributed
 
 _CHUNK = 1 << 18
 

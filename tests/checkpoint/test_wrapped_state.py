@@ -18,7 +18,8 @@ from composable_shard import (
     save_checkpoint,
 )
 from composable_shard.optim import with_local_state
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.optim.test_optimizers import BLOCK, Coded, LowBit
 from tests.programs.models import EVERYWHERE
 

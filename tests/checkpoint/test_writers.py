@@ -15,7 +15,7 @@ from composable_shard import fully_shard, load_checkpoint, save_checkpoint
 from composable_shard.checkpoint import writer
 from composable_shard.checkpoint.reader import read_history
 from composable_shard.comm import get_host_group, watch
-from tests.harness.helpers import distributed, run_processes
+from tests.harness.ranks import distributed, run_processes
 
 
 def _model(value: float = 0.0) -> nn.Module:

@@ -32,7 +32,8 @@ from composable_shard.comm import (
 )
 from composable_shard.comm.order import order_of
 from composable_shard.comm.trace import count_collectives
-from tests.harness.helpers import Planned, assert_equal, distributed
+from tests.harness.assertions import Planned, assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     assert_at_rest,
     loss_of,
@@ -247,7 +248,7 @@ def test_wrong_registrations_are_refused() -> None:
     model.blocks[1].up.weight.register_hook(lambda _: register_comm_hook(model, None))
     with pytest.raises(RuntimeError, match="inside a backward pass"):
         loss.backward()
-    assert [handle.grads.reduction.hook_name for handle in get_handles(model)] == [
+    assert [handle.settings.hook_name for handle in get_handles(model)] == [
         *[None] * 3,
         "_PlainHook",
     ]

@@ -18,7 +18,7 @@ from composable_shard import (
     set_requires_all_reduce,
     set_reshard_after_backward,
 )
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import Net, Optional, rank_input, shard_blocks, square_mean
 
 _ISSUING = ("allreduce", "broadcast", "send", "recv", "_allgather_base", "_reduce_scatter_base")

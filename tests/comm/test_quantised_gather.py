@@ -27,7 +27,9 @@ from composable_shard import (
 from composable_shard.comm import devices, hooks
 from composable_shard.comm.hooks import BLOCK_NUMEL, decode, encode, encoded_nbytes, round_trip
 from composable_shard.comm.trace import count_collectives
-from tests.harness.helpers import assert_equal, distributed, peak_bytes
+from tests.harness.assertions import assert_equal
+from tests.harness.memory import peak_bytes
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Layer,
     Net,

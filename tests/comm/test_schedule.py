@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.step_counter import is_inside_collective
 from composable_shard import clip_grad_norm_, fully_shard, get_handles, no_sync
 from composable_shard.comm.messages import exchange
 from composable_shard.comm.order import GroupOrder
 from composable_shard.comm.trace import CollectiveLog, Event, count_collectives, trace_events
-from tests.harness.helpers import distributed
+from tests.common.step_counter import is_inside_collective
+from tests.harness.ranks import distributed
 from tests.programs.models import FailingMode, Net, rank_input
 
 NUM_BLOCKS = 5
@@ -161,10 +161,10 @@ def test_forward_gathers_the_next_unit_before_the_current_one_computes() -> None
 
 
 def test_sends_are_posted_before_receives() -> None:
-    """Posted first, receives would wake the other rank for each: benchmarks/wire.py."""
+    """Posted first, receives would wake the other rank for each (`communication even`)."""
     group = Mock()
     order = GroupOrder()
-    order.note(0)
+    order.enter(0)
     exchange([(1, torch.ones(2)), (2, torch.ones(2))], [(1, torch.ones(2))], group, order).wait()
     posted = [name for name, *_ in group.mock_calls if name in ("send", "recv")]
     assert posted == ["send", "send", "recv"]

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.free_group import FreeGroup
 from composable_shard import FlatLayout
 from composable_shard.comm import algorithms, collectives, devices
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param.gradient_reduction import FlatReduction
-from tests.harness.helpers import assert_equal, distributed
+from tests.common.free_group import FreeGroup
+from tests.harness.assertions import assert_equal
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 
 CPU = torch.device("cpu")
 WAYS = {"exchange": (8, 64), "all-to-all": (0, 64), "backend": (0, 0)}

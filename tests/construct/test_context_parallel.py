@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import clip_grad_norm_, fully_shard, set_gradient_divide_factor
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import seeded
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

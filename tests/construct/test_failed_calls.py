@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import composable_shard
 from composable_shard import fully_shard, get_states
 from composable_shard.construct import build
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_close, unsharded_gradients, unsharded_values
 from tests.programs.models import average_gradients, rank_input, square_mean
 

@@ -42,15 +42,10 @@ from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.tensor.pending import PendingGradient
 from composable_shard.torch_private import num_known_groups
+from tests.harness.assertions import assert_equal
 from tests.harness.fake_group import fake_group
-from tests.harness.helpers import (
-    assert_equal,
-    distributed,
-    peak_bytes,
-    run_processes,
-    run_ranks,
-    still_alive,
-)
+from tests.harness.memory import peak_bytes, still_alive
+from tests.harness.ranks import distributed, run_processes, run_ranks
 from tests.programs.models import (
     CheckpointsBlocks,
     Layer,

@@ -18,8 +18,8 @@ from composable_shard import (
     shard_model,
     unshard_params,
 )
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_close, unsharded_gradients, unsharded_values
 from tests.programs.models import average_gradients, rank_input, square_mean
 

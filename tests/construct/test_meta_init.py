@@ -23,7 +23,9 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import count_collectives
 from composable_shard.runtime.meta_buffers import is_never_written
-from tests.harness.helpers import assert_equal, distributed, peak_bytes
+from tests.harness.assertions import assert_equal
+from tests.harness.memory import peak_bytes
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Layer,
     Net,

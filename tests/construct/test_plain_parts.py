@@ -25,7 +25,8 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.tensor import FlatShard
-from tests.harness.helpers import distributed, needs_torch, run_ranks
+from tests.harness.ranks import distributed, run_ranks
+from tests.harness.versions import needs_torch
 
 needs_axes = needs_torch("2.13", "before, FSDP2 has no DataParallelMeshDims")
 _SIZE = 6

@@ -20,7 +20,7 @@ from composable_shard import (
     save_checkpoint,
     shard_model,
 )
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_close, unsharded_gradients, unsharded_values
 from tests.programs.models import average_gradients, rank_input, square_mean
 

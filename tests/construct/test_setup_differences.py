@@ -7,6 +7,7 @@ one leaves it as it is. The models run one forward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from composable_shard import (
     set_unshard_in_backward,
 )
 from composable_shard.comm import ReductionStage
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import Layer, Net
 
 Change = Callable[[Net], Any]
@@ -146,6 +147,17 @@ def test_setup_difference_is_named(case: str) -> None:
         net(torch.ones(2, 5))
 
     _assert_told(run)
+
+
+@distributed(2)
+def test_setting_of_a_second_handle_is_compared() -> None:
+    """A setter that Ctrl-C ends on one rank may have reached some handles of a unit alone."""
+    net = Net()
+    _shard(net, bucket_cap_mb=0.0001)
+    first, second, *_ = fully_shard.state(net).handles
+    if dist.get_rank() == 0:
+        second.take_settings(replace(first.settings, gradient_divide_factor=3.0))
+    _assert_told(lambda: net(torch.ones(2, 5)))
 
 
 @distributed(2)

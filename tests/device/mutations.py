@@ -26,7 +26,7 @@ _RECORDS = ("record_event", "StreamPoint")
 _ASKS = ("query", "is_done")
 _WAITS = (
     *("wait", "wait_stream", "wait_event", "wait_on_device", "wait_on_host", "synchronize"),
-    *("note_read", "wait_for_reads", "reuse_sources", "abandon"),
+    *("add_read", "wait_for_reads", "reuse_sources", "abandon"),
 )
 
 

@@ -35,7 +35,7 @@ from composable_shard import (
 )
 from composable_shard.comm.hooks import then_call_hook
 from composable_shard.options import Granularity
-from tests.device import NAME
+from tests.common.device import NAME
 from tests.programs.models import EVERYWHERE, FROM_RANK0, Net, shard_blocks, shard_root
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import device
-from tests.device import build
-from tests.harness.helpers import run_processes
+from tests.common import device
+from tests.common.device import build
+from tests.harness.ranks import run_processes
 
 TIMEOUT_S = 20
 

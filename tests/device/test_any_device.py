@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable_shard import fully_shard, get_handles, unshard_params
 from composable_shard.comm.devices import is_capturing
 from composable_shard.torch_private import timeout_of
-from tests import device
+from tests.common import device
 from tests.device.running import on_device
 
 

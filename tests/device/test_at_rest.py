@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from composable_shard import FlatShard, get_model_state_dict
-from tests import device
+from tests.common import device
 from tests.device.running import on_device
 from tests.programs.models import Net, shard_blocks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import device
+from tests.common import device
 from tests.device.running import on_device
 
 SLOW_US = 100_000

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from composable_shard import MixedPrecisionPolicy
-from tests import device
+from tests.common import device
 from tests.device.running import on_device
 from tests.programs.models import Net, shard_blocks
 

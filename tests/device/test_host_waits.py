@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import composable_shard
 from composable_shard import ShardedGradScaler, ShardingStrategy, clip_grad_norm_
-from tests import device
+from tests.common import device
 from tests.device.programs import shard_net
 from tests.device.running import on_device
 from tests.device.test_waits import POLICIES

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import clip_grad_norm_, set_gradient_divide_factor
-from tests import device
+from tests.common import device
 from tests.device.running import on_device
 from tests.programs.models import Net, shard_blocks
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from composable_shard.flat_param import storage
-from tests import device
+from tests.common import device
 from tests.device.mutations import REFERENCES, Site, find_sites, left_out
 from tests.device.programs import PROGRAMS
 from tests.device.running import on_device
@@ -24,6 +24,7 @@ MODULES = (
     "flat_param.gradients",
     "flat_param.host_gradient",
     "flat_param.grad_pieces",
+    "flat_param.extended_gathers",
     "flat_param.memory",
     "optim.clipping",
     "optim.grad_scaler",

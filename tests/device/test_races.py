@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import device
+from tests.common import device
 from tests.device.running import on_device
 
 

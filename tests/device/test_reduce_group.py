@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, get_handles
-from tests import device
+from tests.common import device
 from tests.device.running import on_device
 
 _COSTS = {"all_gather": device.Cost(100), "reduce_scatter": device.Cost(100)}

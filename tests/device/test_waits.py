@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import MixedPrecisionPolicy, OffloadPolicy, ShardingStrategy
-from tests import device
+from tests.common import device
 from tests.device.programs import LOW, MIXED, shard_net, train_net
 from tests.device.running import on_device
 

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 import composable_shard.fsdp2
-from tests.ecosystem.programs import make_llama, words
-from tests.ecosystem.tools import logged, shards_on_cpu, train_with
+from tests.common.trainers import shards_on_cpu
+from tests.ecosystem.programs import make_hf_llama, words
+from tests.ecosystem.tools import logged, train_with
 
 
 def loop(accelerator: Any, folder: Path) -> list[float]:
     """Train, save, load, train again, as a script of accelerate does."""
-    model = make_llama()
+    model = make_hf_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
 
@@ -50,7 +51,7 @@ def train_in_tools(folder: Path) -> dict[str, Any]:
 
     with shards_on_cpu(torch.float32):
         told: dict[str, Any] = {"loop": loop(Accelerator(), folder / "loop")}
-        trainer = train_with(Trainer, make_llama(), folder / "trainer", save_strategy="no")
+        trainer = train_with(Trainer, make_hf_llama(), folder / "trainer", save_strategy="no")
         return told | logged(trainer) | {"class": type(trainer.model).__mro__[1].__module__}
 
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import os
 import pickle
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +39,8 @@ from composable_shard import (
 from composable_shard.huggingface import save_pretrained
 from composable_shard.optim import with_local_state
 from composable_shard.planning import transformer_blocks
-from tests.harness.helpers import run_ranks, shut_down_workers
+from tests.common.trainers import as_torchrun_starts
+from tests.harness.ranks import run_ranks, shut_down_workers
 from tests.programs.models import EVERYWHERE
 
 WORDS = 32
@@ -59,17 +57,7 @@ def needs(*packages: str) -> Callable[[Any], Any]:
     return decorate
 
 
-@contextmanager
-def as_torchrun_starts() -> Iterator[None]:
-    """Be a rank that torchrun started; what the libraries deprecate of each other is not ours."""
-    os.environ["LOCAL_RANK"] = os.environ["RANK"] = str(dist.get_rank())
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"] = str(dist.get_world_size())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def make_llama() -> Any:
+def make_hf_llama() -> Any:
     """Return a Llama of transformers, the same on all ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -142,7 +130,7 @@ def run_lightning() -> None:
     class Module(L.LightningModule):
         def __init__(self, shards: bool) -> None:
             super().__init__()
-            self.model, self.shards, self.losses = make_llama(), shards, []
+            self.model, self.shards, self.losses = make_hf_llama(), shards, []
 
         def configure_model(self) -> None:
             if self.shards:
@@ -191,7 +179,7 @@ def run_peft() -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     torch.manual_seed(1)
-    model = get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    model = get_peft_model(make_hf_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     plain, theirs = copy.deepcopy(model), copy.deepcopy(model)
     for each, shard in ((model, fully_shard), (theirs, torch_fully_shard)):
         for layer in each.base_model.model.model.layers:
@@ -211,7 +199,7 @@ def run_peft() -> None:
     folder = shared_folder()
     save_pretrained(model, folder)
     dist.barrier()
-    loaded = PeftModel.from_pretrained(make_llama(), folder)
+    loaded = PeftModel.from_pretrained(make_hf_llama(), folder)
     with torch.no_grad():
         expected = plain(input_ids=words(7)).logits
         torch.testing.assert_close(loaded(input_ids=words(7)).logits, expected)
@@ -225,7 +213,7 @@ def run_generate() -> None:
     """Generate and train by turns, as in reinforcement learning: a plain model's words, FSDP2's."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
-    model, plain, theirs = shard_llama(make_llama()), make_llama(), make_llama()
+    model, plain, theirs = shard_llama(make_hf_llama()), make_hf_llama(), make_hf_llama()
     register_forward_method(model, "generate")
     for layer in theirs.model.layers:
         torch_fully_shard(layer)

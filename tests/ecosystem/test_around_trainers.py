@@ -14,14 +14,10 @@ from torch import Tensor, nn
 
 from composable_shard import is_sharded
 from composable_shard.huggingface import iter_merged_params
-from tests.ecosystem.programs import as_torchrun_starts, make_llama, needs, values_of
-from tests.ecosystem.tools import (
-    WAYS,
-    logged,
-    sides,
-    train_with,
-)
-from tests.harness.helpers import distributed
+from tests.common.trainers import as_torchrun_starts
+from tests.ecosystem.programs import make_hf_llama, needs, values_of
+from tests.ecosystem.tools import WAYS, logged, sides, train_with
+from tests.harness.ranks import distributed
 
 
 def to_whole(value: Any) -> Tensor:
@@ -40,7 +36,7 @@ def test_adapters_are_trained_saved_resumed_and_merged(way: str, tmp_path: Path)
 
     def make() -> Any:
         torch.manual_seed(1)
-        return get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+        return get_peft_model(make_hf_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
 
     trainers = []
     with as_torchrun_starts():
@@ -55,7 +51,7 @@ def test_adapters_are_trained_saved_resumed_and_merged(way: str, tmp_path: Path)
         assert logged(later) == logged(ours)
         torch.testing.assert_close(values_of(later.model), values_of(ours.model), rtol=0, atol=0)
         dist.barrier()
-        saved = PeftModel.from_pretrained(make_llama(), folder / "checkpoint-6")
+        saved = PeftModel.from_pretrained(make_hf_llama(), folder / "checkpoint-6")
         merged = dict(saved.merge_and_unload().named_parameters())
         merged = {name: to_whole(each) for name, each in merged.items()}
         found = dict(iter_merged_params(ours.model))
@@ -91,7 +87,7 @@ def test_a_callback_averages_weights(way: str, tmp_path: Path) -> None:
         for kind, shard, options in sides(way, Trainer):
             average = make_average()
             trainer = train_with(
-                kind, shard(make_llama()), tmp_path, callbacks=[average], **options
+                kind, shard(make_hf_llama()), tmp_path, callbacks=[average], **options
             )
             results.append([to_whole(value) for value in average.values])
         torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-5)
@@ -121,7 +117,7 @@ def test_a_trainer_pushes_its_model(way: str, tmp_path: Path) -> None:
             with patch("transformers.trainer.hf_api", Mock(return_value=hub)):
                 more = {"push_to_hub": True, "eval_strategy": "no", "save_strategy": "no"}
                 folder = tmp_path / str(len(told))
-                trainer = train_with(kind, shard(make_llama()), folder, **options | more)
+                trainer = train_with(kind, shard(make_hf_llama()), folder, **options | more)
                 trainer.save_model()
                 trainer.push_to_hub("By hand")
             values = values_of(trainer.model) if is_sharded(trainer.model) else None

@@ -13,24 +13,11 @@ from torch import Tensor, nn
 
 from composable_shard import fully_shard, is_sharded
 from composable_shard.huggingface import TrainerMixin, iter_merged_params, keep_unwrapped
-from tests.ecosystem.programs import (
-    as_torchrun_starts,
-    make_llama,
-    needs,
-    shard_llama,
-    values_of,
-    words,
-)
-from tests.ecosystem.tools import (
-    DTYPES,
-    TOLERANCES,
-    dtypes_of,
-    logged,
-    make_accelerator,
-    train_by_trl,
-    train_with,
-)
-from tests.harness.helpers import assert_equal, distributed
+from tests.common.trainers import as_torchrun_starts, make_accelerator
+from tests.ecosystem.programs import make_hf_llama, needs, shard_llama, values_of, words
+from tests.ecosystem.tools import DTYPES, TOLERANCES, dtypes_of, logged, train_by_trl, train_with
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 
 
 def train_prepared(accelerator: Any, model: nn.Module, precision: str) -> tuple[list[Any], Any]:
@@ -66,9 +53,9 @@ def test_accelerate_computes_in_its_precision(precision: str) -> None:
     """Losses, norms and weights are those of its DDP, with accumulation, clipping and overflow."""
     with as_torchrun_starts():
         accelerator = make_accelerator(precision, gradient_accumulation_steps=2)
-        expected, plain = train_prepared(accelerator, make_llama(), precision)
+        expected, plain = train_prepared(accelerator, make_hf_llama(), precision)
         accelerator = make_accelerator(precision, gradient_accumulation_steps=2)
-        found, model = train_prepared(accelerator, shard_llama(make_llama()), precision)
+        found, model = train_prepared(accelerator, shard_llama(make_hf_llama()), precision)
         tolerance = TOLERANCES[precision]
         for one, other in zip(found, expected, strict=True):
             assert one == (
@@ -90,8 +77,8 @@ def test_accelerate_saves_a_whole_model_and_refuses_state(tmp_path: Path) -> Non
     with as_torchrun_starts():
         accelerator = make_accelerator("bf16")
         with pytest.raises(ValueError, match="expected a model with sharded units"):
-            keep_unwrapped(make_llama(), accelerator)
-        model = keep_unwrapped(shard_llama(make_llama()), accelerator)
+            keep_unwrapped(make_hf_llama(), accelerator)
+        model = keep_unwrapped(shard_llama(make_hf_llama()), accelerator)
         assert keep_unwrapped(model, accelerator) is model
         prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model
@@ -131,7 +118,7 @@ def test_trainer_trains_evaluates_rotates_and_resumes(precision: str, tmp_path: 
         "max_grad_norm": 0.5,
     }
     with as_torchrun_starts():
-        plain, model = make_llama(), shard_llama(make_llama())
+        plain, model = make_hf_llama(), shard_llama(make_hf_llama())
         expected = train_with(Trainer, plain, tmp_path / "plain", **options)
         seen = dtypes_of(model)
         trainer = train_with(Sharded, model, tmp_path / "sharded", **options)
@@ -143,7 +130,7 @@ def test_trainer_trains_evaluates_rotates_and_resumes(precision: str, tmp_path: 
         assert kept == ["checkpoint-4", "checkpoint-6"]
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / "sharded" / "checkpoint-6")
         torch.testing.assert_close(dict(saved.state_dict()), values_of(model), rtol=0, atol=0)
-        again = shard_llama(make_llama())
+        again = shard_llama(make_hf_llama())
         middle = str(tmp_path / "sharded" / "checkpoint-4")
         later = train_with(Sharded, again, tmp_path / "again", middle, **options)
         assert logged(later) == logged(trainer)
@@ -180,7 +167,7 @@ def test_merged_weights_have_the_names_and_values_of_the_model_without_adapters(
     with as_torchrun_starts():
         torch.manual_seed(1)
         targets = ["q_proj", "down_proj"]
-        model = get_peft_model(make_llama(), LoraConfig(r=2, target_modules=targets, **options))
+        model = get_peft_model(make_hf_llama(), LoraConfig(r=2, target_modules=targets, **options))
         plain = copy.deepcopy(model)
         for layer in model.base_model.model.model.layers:
             fully_shard(layer)
@@ -195,7 +182,7 @@ def test_merged_weights_have_the_names_and_values_of_the_model_without_adapters(
         assert_values(values_of(model), before)
         plain.load_state_dict(before)
         merged = dict(plain.merge_and_unload().named_parameters())
-        assert merged.keys() == dict(make_llama().named_parameters()).keys()
+        assert merged.keys() == dict(make_hf_llama().named_parameters()).keys()
         assert_values(found, merged)
         wanted = merged if dist.get_rank() == 0 else {}
         assert_values(halves, {name: value.bfloat16() for name, value in wanted.items()})
@@ -217,9 +204,9 @@ def test_weights_that_cannot_be_merged_are_refused() -> None:
     from peft import LoraConfig, get_peft_model
 
     with pytest.raises(ValueError, match=r"iter_full_params\(model\) yields the weights"):
-        iter_merged_params(shard_llama(make_llama()))
+        iter_merged_params(shard_llama(make_hf_llama()))
     with as_torchrun_starts():
-        model = get_peft_model(make_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+        model = get_peft_model(make_hf_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
     layer = model.base_model.model.model.layers[0]
     fully_shard(layer, ignored_params={layer.self_attn.q_proj.base_layer.weight})
     fully_shard(model)

@@ -11,23 +11,21 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from composable_shard import is_sharded
-from tests.ecosystem.programs import as_torchrun_starts, make_llama, needs, values_of, words
-from tests.ecosystem.tools import (
+from tests.common.trainers import (
     BY_FSDP2,
-    TOLERANCES,
     accelerate_with_fsdp2,
+    as_torchrun_starts,
     installed,
-    logged,
     shards_on_cpu,
-    train_by_trl,
-    train_with,
 )
-from tests.harness.helpers import distributed
+from tests.ecosystem.programs import make_hf_llama, needs, values_of, words
+from tests.ecosystem.tools import TOLERANCES, logged, train_by_trl, train_with
+from tests.harness.ranks import distributed
 
 
 def train_by_plugin(accelerator: Any, folder: Path) -> tuple[list[Any], Any]:
     """Train, save, train, load, train again: the last two tell the same."""
-    model = make_llama()
+    model = make_hf_llama()
     prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     told: list[Any] = []
 
@@ -60,7 +58,7 @@ def train_by_plugin(accelerator: Any, folder: Path) -> tuple[list[Any], Any]:
     assert told[-4:] == told[-8:-4]
     whole = accelerator.get_state_dict(prepared)
     assert {name: value.shape for name, value in whole.items()} == (
-        {name: value.shape for name, value in make_llama().state_dict().items()}
+        {name: value.shape for name, value in make_hf_llama().state_dict().items()}
         if dist.get_rank() == 0
         else {}
     )
@@ -116,13 +114,13 @@ def test_trainers_fsdp_option_shards_by_this_library(precision: str, tmp_path: P
         **BY_FSDP2,
     }
     with as_torchrun_starts(), shards_on_cpu(torch.float32):
-        theirs = train_with(Trainer, make_llama(), tmp_path / "theirs", **options)
+        theirs = train_with(Trainer, make_hf_llama(), tmp_path / "theirs", **options)
         with installed():
-            ours = train_with(Trainer, make_llama(), tmp_path / "ours", **options)
+            ours = train_with(Trainer, make_hf_llama(), tmp_path / "ours", **options)
             assert is_sharded(ours.model)
             assert isinstance(ours.model, torch.distributed.fsdp.FSDPModule)
             middle = str(tmp_path / "ours" / "checkpoint-4")
-            later = train_with(Trainer, make_llama(), tmp_path / "again", middle, **options)
+            later = train_with(Trainer, make_hf_llama(), tmp_path / "again", middle, **options)
         torch.testing.assert_close(logged(ours), logged(theirs), rtol=0, atol=1e-5)
         dist.barrier()
         kept = sorted(path.name for path in (tmp_path / "ours").iterdir())

@@ -13,10 +13,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.common.trainers import as_torchrun_starts, forget_accelerators
 from tests.ecosystem.launched import train_in_tools
-from tests.ecosystem.programs import as_torchrun_starts, needs
-from tests.ecosystem.tools import forget_accelerators
-from tests.harness.helpers import run_ranks
+from tests.ecosystem.programs import needs
+from tests.harness.ranks import run_ranks
 
 CONFIG = """
 compute_environment: LOCAL_MACHINE

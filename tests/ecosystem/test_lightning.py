@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import load_checkpoint
-from tests.ecosystem.programs import as_torchrun_starts, needs, run_lightning, values_of
-from tests.harness.helpers import distributed, run_ranks
+from tests.common.trainers import as_torchrun_starts
+from tests.ecosystem.programs import needs, run_lightning, values_of
+from tests.harness.ranks import distributed, run_ranks
 
 
 def make_lit(is_manual: bool = False, overflows: bool = False) -> Any:

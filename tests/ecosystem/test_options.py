@@ -13,16 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import fsdp2, is_sharded
-from tests.ecosystem.programs import as_torchrun_starts, make_llama, needs, values_of, words
-from tests.ecosystem.tools import (
-    WAYS,
-    forget_accelerators,
-    keep_predictions,
-    logged,
-    sides,
-    train_with,
-)
-from tests.harness.helpers import distributed
+from tests.common.trainers import as_torchrun_starts, forget_accelerators
+from tests.ecosystem.programs import make_hf_llama, needs, values_of, words
+from tests.ecosystem.tools import WAYS, keep_predictions, logged, sides, train_with
+from tests.harness.ranks import distributed
 
 
 @needs("accelerate", "transformers")
@@ -104,7 +98,7 @@ def test_a_trainer_compiles(way: str, tmp_path: Path) -> None:
         for kind, shard, options in sides(way, Trainer):
             torch._dynamo.reset()
             folder = tmp_path / str(len(results))
-            trainer = train_with(kind, shard(make_llama()), folder, **options | more)
+            trainer = train_with(kind, shard(make_hf_llama()), folder, **options | more)
             results.append(logged(trainer))
         torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-5)
         dist.barrier()
@@ -125,7 +119,7 @@ def test_a_trainer_evaluates_in_sixteen_bits(way: str, tmp_path: Path) -> None:
         plain = (Trainer, lambda model: model, {})
         for kind, shard, options in chain([plain], sides(way, Trainer)):
             more = {"bf16_full_eval": True, "eval_strategy": "no"}
-            trainer = train_with(kind, shard(make_llama()), tmp_path, **options | more)
+            trainer = train_with(kind, shard(make_hf_llama()), tmp_path, **options | more)
             if options and not is_sharded(trainer.model):
                 with pytest.raises(RuntimeError, match="Expected out tensor to have dtype"):
                     trainer.evaluate()
@@ -153,7 +147,7 @@ def test_a_trainer_finds_its_batch_size(way: str, tmp_path: Path) -> None:
     with as_torchrun_starts():
         plain = (Trainer, lambda model: model, {})
         for kind, shard, options in chain([plain], sides(way, Trainer)):
-            model: Any = make_llama()
+            model: Any = make_hf_llama()
             model.model.layers[1].register_forward_pre_hook(limit_batch)
             more = {"auto_find_batch_size": True, "eval_strategy": "no", "save_strategy": "no"}
             train = partial(train_with, kind, shard(model), tmp_path, **options | more)
@@ -193,7 +187,7 @@ def make_check(batches: list[Tensor], checked: list[int]) -> Any:
 
     class Check(TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
-            plain = make_llama()
+            plain = make_hf_llama()
             plain.load_state_dict(values_of(model))
             everyone = [torch.empty_like(batches[-1]) for _ in range(dist.get_world_size())]
             dist.all_gather(everyone, batches[-1])
@@ -217,7 +211,7 @@ def test_gradients_after_a_retry_are_a_plain_models(place: str, way: str, tmp_pa
 
     batches: list[Tensor] = []
     checked: list[int] = []
-    model = make_llama()
+    model = make_hf_llama()
     model.register_forward_pre_hook(
         lambda model, args, kwargs: batches.append(kwargs["input_ids"]), with_kwargs=True
     )

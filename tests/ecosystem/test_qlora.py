@@ -11,7 +11,8 @@ from torch import nn
 
 from composable_shard import FlatShard, fully_shard
 from tests.ecosystem.programs import needs, values_of
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 
 
 def _make_adapted(kind: str) -> nn.Module:

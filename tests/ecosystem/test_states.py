@@ -10,21 +10,15 @@ import torch
 
 from composable_shard import get_optimizer_state_dict
 from composable_shard.huggingface import keep_unwrapped
-from tests.ecosystem.programs import (
-    as_torchrun_starts,
-    make_llama,
-    needs,
-    shard_llama,
-    values_of,
-    words,
-)
-from tests.ecosystem.tools import (
+from tests.common.trainers import (
     accelerate_with_fsdp2,
+    as_torchrun_starts,
     installed,
     make_accelerator,
     shards_on_cpu,
 )
-from tests.harness.helpers import distributed, run_ranks
+from tests.ecosystem.programs import make_hf_llama, needs, shard_llama, values_of, words
+from tests.harness.ranks import distributed, run_ranks
 from tests.programs.models import EVERYWHERE
 
 
@@ -34,7 +28,7 @@ def test_a_sharded_model_is_not_prepared_alone() -> None:
     """Without `keep_unwrapped` accelerate puts DDP around it, which raises; then it is taken."""
     with as_torchrun_starts():
         accelerator = make_accelerator()
-        model = shard_llama(make_llama())
+        model = shard_llama(make_hf_llama())
         with pytest.raises(RuntimeError, match="needs no DistributedDataParallel around"):
             accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         prepared, _ = accelerator.prepare(
@@ -47,7 +41,7 @@ def save_or_load(folder: Path, saves: bool, state: str) -> dict[str, Any]:
     """Train and save by accelerate, or load what it has saved; return values and states."""
     with as_torchrun_starts(), shards_on_cpu(), installed():
         accelerator = accelerate_with_fsdp2("no", state, False)
-        model: Any = make_llama()
+        model: Any = make_hf_llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         model, optimizer = accelerator.prepare(model, optimizer)
         if saves:

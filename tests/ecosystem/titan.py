@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from tests.ecosystem.programs import print_each
-from tests.harness.helpers import run_ranks
+from tests.harness.ranks import run_ranks
 
 FROM = ("torch.distributed._composable.fsdp import FSDPModule", "torch.distributed.fsdp import (")
 TO = ("composable_shard.fsdp2 import FSDPModule", "composable_shard.fsdp2 import (")

@@ -23,8 +23,8 @@ from composable_shard import (
     unshard,
     unshard_params,
 )
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_right
 from tests.programs.models import (
     Net,

@@ -28,7 +28,8 @@ from composable_shard import (
     writeback,
 )
 from composable_shard.tensor import set_gradient
-from tests.harness.helpers import Planned, distributed
+from tests.harness.assertions import Planned
+from tests.harness.ranks import distributed
 from tests.interrupts import Interrupter, without_lost_interrupts
 from tests.programs.claims import assert_close, strategies, unsharded_gradients, variants
 from tests.programs.models import (

@@ -20,7 +20,7 @@ from composable_shard import (
     unshard,
     writeback,
 )
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_right, strategies, unsharded_gradients
 from tests.programs.models import (
     Net,

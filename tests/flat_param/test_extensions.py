@@ -35,7 +35,8 @@ from composable_shard import (
     writeback,
 )
 from composable_shard.comm.trace import count_collectives
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import EVERYWHERE
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy

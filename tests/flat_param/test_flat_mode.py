@@ -41,8 +41,10 @@ from composable_shard.flat_param.storage import alloc_storage
 from composable_shard.tensor import reduced_gradient
 from tests.construct.test_composition import CHECKPOINTED, _make_reentrant
 from tests.construct.test_fully_shard import _no_collector
-from tests.harness.helpers import assert_equal, distributed, peak_bytes, still_alive
+from tests.harness.assertions import assert_equal
+from tests.harness.memory import peak_bytes, still_alive
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Layer,
     Net,
@@ -157,7 +159,7 @@ def assert_flat_at_rest(model: nn.Module) -> None:
     for handle in get_handles(model):
         handle.shown.check_registered()
         assert not handle.shown.is_unsharded, handle.name
-        assert not handle.full.claims, handle.name
+        assert not handle.full.readers.claims, handle.name
         if not handle.is_kept:
             assert handle.unsharded.untyped_storage().size() == 0, handle.name
 

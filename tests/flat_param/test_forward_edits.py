@@ -19,7 +19,7 @@ from composable_shard import (
     fully_shard,
 )
 from tests.flat_param.test_edits import EDITS
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_right, strategies, unsharded_values, variants
 from tests.programs.models import Net, rank_input, shard_blocks, shard_children, square_mean
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from composable_shard import MixedPrecisionPolicy, ShardingStrategy, unshard_params
 from tests.flat_param.test_kept_objects import CollectingModel, _kept, _shard_collecting
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import average_gradients, rank_input, square_mean
 
 

@@ -20,8 +20,8 @@ from composable_shard import (
     unshard,
     unshard_params,
 )
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_right, unsharded_gradients
 from tests.programs.models import rank_input, square_mean
 

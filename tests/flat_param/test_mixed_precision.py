@@ -41,8 +41,10 @@ from composable_shard import (
 from composable_shard.comm import algorithms, devices
 from composable_shard.comm.trace import count_collectives
 from composable_shard.planning import by_class
-from tests.harness.helpers import assert_equal, assert_within, device, distributed, peak_bytes
+from tests.harness.assertions import assert_equal, assert_within
+from tests.harness.memory import peak_bytes
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import device, distributed
 from tests.programs.models import (
     CheckpointsBlocks,
     EqualBlocks,

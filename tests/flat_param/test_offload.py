@@ -45,8 +45,10 @@ from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param import memory
 from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.tensor import WriteGuard, set_gradient
-from tests.harness.helpers import Planned, assert_equal, device, distributed, peak_bytes
+from tests.harness.assertions import Planned, assert_equal
+from tests.harness.memory import peak_bytes
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import device, distributed
 from tests.programs.models import (
     Net,
     assert_at_rest,
@@ -410,7 +412,7 @@ def test_a_guard_waits_for_each_copy_once() -> None:
     """Copies that nobody waited for do not pile up."""
     guard, waited = WriteGuard(), []
     for number in range(9):
-        guard.note_read(partial(waited.append, number))
+        guard.add_read(partial(waited.append, number))
     assert waited == list(range(5))
     guard.note_write("p")
     guard.note_write("p")

@@ -11,18 +11,20 @@ from torch import Tensor, nn
 
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.flat_param import FullState, Precision, Shown
-from composable_shard.flat_param.entries import FlatSlot, ModuleItems, ParamEntry, find_slots
+from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.full_values import MOVES, FullValues
 from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.scope_params import ScopeParams
+from composable_shard.flat_param.scopes import enter_scope, leave_scope
 from composable_shard.flat_param.shown import ShownParams
+from composable_shard.flat_param.slots import FlatSlot, ModuleItems, find_slots
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
 from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec, UnitLabel, WriteGuard
-from tests.harness.helpers import peak_bytes
+from tests.harness.memory import peak_bytes
 
 CPU = torch.device("cpu")
 
@@ -125,14 +127,15 @@ def test_a_cast_fills_the_buffer_and_a_write_makes_it_stale() -> None:
     assert (full.buffer[:10] == 3).all()
 
 
+@pytest.mark.parametrize("are_packed", [True, False])
 @pytest.mark.parametrize("state", [FullState.CURRENT, FullState.STALE])
-def test_gradients_in_the_place_of_values_outlive_a_free(state: FullState) -> None:
+def test_what_takes_the_place_of_values_outlives_a_free(state: FullState, are_packed: bool) -> None:
     """Until the reduction that reads them has ended."""
     full = _in_state(state)
     full.buffer.untyped_storage().resize_(full.buffer.nbytes)
-    full.hold_gradients(are_packed=True)
+    full.hold_gradients() if are_packed else full.hold_terms()
     full.free()
-    assert full.state is FullState.HOLDS_GRADIENTS
+    assert full.state is (FullState.HOLDS_GRADIENTS if are_packed else FullState.HOLDS_TERMS)
     assert full.buffer.untyped_storage().size() == full.buffer.nbytes
     full.end_gradients()
     assert full.state is FullState.FREED
@@ -236,13 +239,13 @@ def test_modules_show_one_form_after_another() -> None:
     shown.check_registered()
     scope = ScopeParams(shown.entries, full.shard.layout, torch.zeros(full.buffer.shape))
     others = scope.params
-    shown.enter_scope(scope)
+    enter_scope(shown, scope)
     assert module.weight is others[0]
     assert shown.state is Shown.SCOPE
     assert shown.is_unsharded  # beneath the scope
     shown.show_sharded()
     assert module.weight is others[0]
-    shown.leave_scope()
+    leave_scope(shown)
     assert module.weight is weight.unsharded
     shown.show_sharded()
     assert module.weight is weight.sharded

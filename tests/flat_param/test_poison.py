@@ -8,8 +8,9 @@ from torch import nn
 
 from composable_shard import ShardingStrategy, get_handles, reshard, unshard
 from composable_shard.flat_param import gradients
-from tests.harness.helpers import assert_equal, distributed, run_processes
+from tests.harness.assertions import assert_equal
 from tests.harness.poison import SWITCH, poisoned
+from tests.harness.ranks import distributed, run_processes
 from tests.programs.models import rank_input, shard_root, square_mean
 
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 
-from benchmarks.free_group import free_world
 from composable_shard import (
     FlatShard,
     fully_shard,
@@ -29,6 +28,7 @@ from composable_shard import (
     writeback,
 )
 from composable_shard.comm.trace import count_collectives
+from tests.common.free_group import free_world
 from tests.flat_param.test_flat_mode import (
     _FLAT_NAMES,
     _NET,
@@ -40,8 +40,9 @@ from tests.flat_param.test_flat_mode import (
     make_flat,
     names,
 )
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Layer,
     Net,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, reshard, unshard
 from composable_shard.runtime import get_states
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_right, strategies, variants
 from tests.programs.models import rank_input, square_mean
 

@@ -10,14 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable_shard.flat_param.entries import (
-    ModuleItems,
-    dense_stride,
-    find_slots,
-    swap_parameter,
-)
+from composable_shard.flat_param.entries import dense_stride
+from composable_shard.flat_param.slots import ModuleItems, find_slots
 from composable_shard.flat_param.storage import alloc_storage, free_storage
-from tests.harness.helpers import peak_bytes
+from composable_shard.flat_param.swapping import swap_parameter
+from tests.harness.memory import peak_bytes
 
 pytestmark = pytest.mark.fast
 

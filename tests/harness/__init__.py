@@ -1,1 +1,1 @@
-"""What runs the tests: workers, forks, fake groups, grids. Read `helpers.py` first."""
+"""What runs the tests: ranks, memory counts, assertions, fake groups, grids. First `ranks.py`."""

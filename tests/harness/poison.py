@@ -17,7 +17,7 @@ from torch import Tensor
 
 from composable_shard.comm import Waitable
 from composable_shard.comm.watch import explained
-from composable_shard.flat_param import full_values, gradients, handle, memory
+from composable_shard.flat_param import extended_gathers, full_values, gradients, handle, memory
 from composable_shard.flat_param.full_values import FullState, FullValues
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 
@@ -30,9 +30,10 @@ def poisoned() -> Iterator[None]:
     """Fill memory that nobody may read with NaN inside the block; gathers block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FullValues, "gather", _gather_hidden)
-        for module in (full_values, gradients, handle, memory):
+        for module in (full_values, gradients, handle, extended_gathers):
             patch.setattr(module, "alloc_storage", _alloc)
             patch.setattr(module, "free_storage", _free)
+        patch.setattr(memory, "free_storage", _free)
         yield
 
 

@@ -20,15 +20,10 @@ import torch
 import torch.distributed as dist
 
 from tests.conftest import NEEDS_GPU
-from tests.harness import helpers
-from tests.harness.helpers import (
-    RankError,
-    assert_equal,
-    distributed,
-    peak_bytes,
-    run_processes,
-    run_ranks,
-)
+from tests.harness import ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.memory import peak_bytes
+from tests.harness.ranks import RankError, distributed, run_processes, run_ranks
 
 pytestmark = pytest.mark.long
 
@@ -140,8 +135,8 @@ def _run_pytest(
 
 def _run_pytest_here(args: list[str]) -> tuple[int, str]:
     os.chdir(ROOT)
-    helpers._PRELOADED, helpers.NUM_SERVERS = (), 1  # which start sooner
-    helpers._pools = helpers._Pools()  # the servers of the test's own process are not this one's
+    ranks._PRELOADED, ranks.NUM_SERVERS = (), 1  # which start sooner
+    ranks._pools = ranks._Pools()  # the servers of the test's own process are not this one's
     with redirect_stdout(io.StringIO()) as output:
         status = pytest.main(args)
     return int(status), output.getvalue()
@@ -191,7 +186,7 @@ def test_every_call_starts_with_the_same_seed() -> None:
 def test_pool_with_many_groups_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Process groups, which nobody can safely destroy, do not pile up for ever."""
     before = run_ranks(2, _rank_and_pid)
-    monkeypatch.setattr(helpers, "MAX_NUM_GROUPS", 3)
+    monkeypatch.setattr(ranks, "MAX_NUM_GROUPS", 3)
     run_ranks(2, _make_groups, 4)
     assert not any(_is_running(pid) for _, pid in before)
 
@@ -272,7 +267,7 @@ def test_result_without_a_pickle_is_an_error() -> None:
 
 def test_rank_that_is_a_collective_ahead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collectives left over from a call do not pair with those of the next."""
-    monkeypatch.setattr(helpers, "GRACE_S", 0)
+    monkeypatch.setattr(ranks, "GRACE_S", 0)
     with pytest.raises(RankError, match=r"the barrier after .*_skip_a_barrier failed"):
         run_ranks(2, _skip_a_barrier, timeout=1.0)
 
@@ -295,11 +290,11 @@ def test_killed_parent_leaves_no_process(tmp_path: Path) -> None:
     """Workers that are busy die with a parent that had no time to say goodbye."""
     code = """
         import os
-        from tests.harness import helpers, test_harness
-        helpers._PRELOADED = ()
-        servers = helpers.run_ranks(1, os.getppid)
-        print(*helpers.worker_pids(1), *servers, flush=True)
-        helpers.run_ranks(1, test_harness._hang_on, 0)
+        from tests.harness import ranks, test_harness
+        ranks._PRELOADED = ()
+        servers = ranks.run_ranks(1, os.getppid)
+        print(*ranks.worker_pids(1), *servers, flush=True)
+        ranks.run_ranks(1, test_harness._hang_on, 0)
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     env = os.environ | {"TMPDIR": str(tmp_path)}  # nobody removes the logs of its workers
@@ -336,7 +331,7 @@ def test_distributed_body_gets_fixtures(tmp_path: Path) -> None:
 
 SIZES = """
     import pytest
-    from tests.harness.helpers import distributed
+    from tests.harness.ranks import distributed
 
     @pytest.mark.parametrize("a", [10, 20, 30])
     @pytest.mark.parametrize("b", "xy")
@@ -389,7 +384,7 @@ SKIPS = f"""
 FAILURES = """
     import time
     import torch.distributed as dist
-    from tests.harness.helpers import distributed
+    from tests.harness.ranks import distributed
 
     @distributed(2)
     def test_ranks():

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 import composable_shard
-from tests.harness.helpers import run_processes
+from tests.harness.ranks import run_processes
 
 __all__ = ["Entered", "count_steps"]
 
@@ -44,7 +44,7 @@ _NUM_WARM_UP_STEPS = 3
 
 
 def count_steps() -> dict[str, Entered]:
-    """Return what is entered in a warm step, in FSDP2's, and in the README's quick start."""
+    """Return what is entered in a first step, a warm one, FSDP2's warm one, and the quick start."""
     return _on_rank_0(_count_warm_steps) | _on_rank_0(_count_quick_start)
 
 
@@ -77,27 +77,30 @@ def _count_quick_start() -> dict[str, Entered]:
 def _count_warm_steps() -> dict[str, Entered]:
     dist.init_process_group("gloo")
     try:
-        warm = _count_trainer(_OURS, composable_shard.fully_shard)
+        first, warm = _count_trainer(_OURS, composable_shard.fully_shard)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            fsdp2 = _count_trainer(_FSDP2, fsdp.fully_shard)
-        return {"warm": warm, "fsdp2": fsdp2}
+            _, fsdp2 = _count_trainer(_FSDP2, fsdp.fully_shard)
+        return {"first": first, "warm": warm, "fsdp2": fsdp2}
     finally:
         dist.destroy_process_group()
 
 
-def _count_trainer(folder: str, fully_shard: Callable[[nn.Module], Any]) -> Entered:
+def _count_trainer(folder: str, fully_shard: Callable[[nn.Module], Any]) -> tuple[Entered, Entered]:
+    """Return what the first step enters, and what a warm one does."""
     model = nn.Sequential(*(_Residual() for _ in range(_NUM_BLOCKS)))
     x = torch.ones(4, 16)
     for block in model:
         fully_shard(block)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(1 + _NUM_WARM_UP_STEPS):
+    with _count(folder) as first:
+        _step(model, optimizer, x)
+    for _ in range(_NUM_WARM_UP_STEPS):
         _step(model, optimizer, x)
     with _count(folder) as warm:
         _step(model, optimizer, x)
-    return warm
+    return first, warm
 
 
 class _Residual(nn.Module):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+import composable_shard
 from tests.house import figures as house
+from tests.house import reading
 from tests.house.source import Tree, num_statements
 
 
@@ -192,3 +195,80 @@ def test_stack_reads_and_reference_counts_are_found_by_name(tmp_path: Path) -> N
     assert found["stack reads"] == ["low/reads.py:4 _getframe", "low/reads.py:6 extract_stack"]
     assert found["stack reads in a warm step"] == ["low/reads.py:4 _getframe"]
     assert found["reference counts"] == ["low/reads.py:6 getrefcount"]
+
+
+def test_code_lines_leave_out_docstrings_comments_and_empty_lines(tmp_path: Path) -> None:
+    """A text that is a value counts by its lines."""
+    text = """
+        'The module.'
+
+        # why
+        def run(x):
+            '''Run
+            it.'''
+            return (  # because
+                x
+            )
+
+        TEXT = '''
+        a line
+        '''
+        """
+    [source] = _tree(tmp_path, low__a=text).modules
+    assert reading.num_code_lines(source) == 7
+
+
+def test_features_are_found_by_their_words(tmp_path: Path) -> None:
+    """In code, not in comments, texts or imports; a word with a dot is one of an attribute."""
+    tree = _tree(
+        tmp_path,
+        low__argument="run(bucket_cap_mb=1)\n",
+        low__attribute="grads.partial = None\n",
+        low__others="from functools import partial\npartial('scope')  # is_deferred\n",
+        high__far="run(bucket_cap_mb=1)\n",
+    )
+    found = reading.files_of_features(tree, {"low"})
+    assert found.pop("buckets") == ["low/argument.py: bucket_cap_mb"]
+    assert found.pop("second stage") == ["low/attribute.py: .partial"]
+    assert not any(found.values())
+
+
+def test_every_feature_is_found_somewhere(measured: house.House) -> None:
+    """A pattern of no file would hold nothing."""
+    for name in reading.FEATURES:
+        assert measured.figures[f"files of {name}"] > 0, name
+
+
+def test_the_reading_path_names_no_further_feature() -> None:
+    """What has left a file leaves the list in `tests/house/reading.py`, and does not come back."""
+    tree = Tree(Path(composable_shard.__file__).parent)
+    assert reading.named_on_the_path(tree, house.CORE) == reading.READING_PATH
+
+
+def test_the_architecture_begins_with_the_reading_path() -> None:
+    """Its first table has the files in their order."""
+    text = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
+    table = text.partition("## Read these files in this order")[2].partition("\n## ")[0]
+    links = re.findall(r"^\| \d+ \| \[([a-z_/]+\.py)\]", table, re.MULTILINE)
+    assert links == [*reading.READING_PATH]
+
+
+def test_branchy_functions_are_bare_without_a_comment(tmp_path: Path) -> None:
+    """One for a tool is none; branches of inner functions are theirs."""
+    branches = "".join(f"    if {each}: pass\n" for each in range(reading.MANY_BRANCHES - 1))
+    inner = "    def inner():\n        if x: pass\n"
+    tree = _tree(
+        tmp_path,
+        low__bare=f"def bare():\n{branches}    return 1 if x else 2  # noqa: E701\n",
+        low__fewer=f"def fewer():\n{branches}{inner}",
+        low__said=f"def said():\n    # first, because\n{branches}    for x in y: pass\n",
+    )
+    assert reading.bare_branchy_functions(tree, {"low"}) == ["low/bare.py:1 bare: 6"]
+
+
+def test_plain_path_has_the_files_of_the_core_that_run(tmp_path: Path) -> None:
+    """Not a file of another package, nor one that nothing enters."""
+    body = "def run(): ..."
+    tree = _tree(tmp_path, low__a=body, low__b=body, high__c=body)
+    entered = {("low/a.py", "run", 1), ("high/c.py", "run", 1)}
+    assert [each.path for each in reading.plain_path(tree, {"low"}, entered)] == ["low/a.py"]

@@ -24,7 +24,8 @@ from composable_shard import (
 )
 from composable_shard.conversion import convert
 from composable_shard.huggingface import Joined, save_pretrained
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import Net, make_net, on_meta, shard_blocks
 
 _WORLD = 2

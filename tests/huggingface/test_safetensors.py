@@ -42,7 +42,9 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.huggingface.files import TensorFiles, TensorWriter, parse_nbytes
-from tests.harness.helpers import assert_equal, distributed, peak_bytes, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.memory import peak_bytes
+from tests.harness.ranks import distributed, run_ranks
 from tests.programs.models import (
     Net,
     Tied,

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from composable_shard.huggingface import save_pretrained
-from tests.ecosystem.programs import make_llama, needs, shard_llama
-from tests.harness.helpers import assert_equal, distributed
+from tests.ecosystem.programs import make_hf_llama, needs, shard_llama
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 
 
 @needs("accelerate", "transformers")
@@ -27,9 +28,9 @@ def test_save_model_of_a_trainer_at_rest(tmp_path: Path) -> None:
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path / "out"), report_to=[], use_cpu=True
     )
-    expected = {name: value.detach() for name, value in make_llama().named_parameters()}
+    expected = {name: value.detach() for name, value in make_hf_llama().named_parameters()}
     for kind, folder in ((transformers.Trainer, tmp_path / "own"), (Trainer, tmp_path / "ours")):
-        trainer = kind(model=make_llama(), args=arguments)
+        trainer = kind(model=make_hf_llama(), args=arguments)
         shard_llama(trainer.model)
         if kind is transformers.Trainer:
             if dist.get_rank() == 0:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import Block, ShardingStrategy, fully_shard, get_handles, unshard_params
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Net,
     Twins,

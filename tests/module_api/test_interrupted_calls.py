@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from composable_shard import ShardingStrategy, no_sync, reduce_pending_gradients, unshard_params
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.interrupts import Interrupter, without_lost_interrupts
 from tests.programs.claims import assert_close, unsharded_gradients
 from tests.programs.models import (

@@ -23,7 +23,7 @@ from composable_shard import (
     reshard,
     unshard,
 )
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import (
     Layer,

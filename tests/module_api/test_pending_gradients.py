@@ -31,9 +31,9 @@ from composable_shard import (
     set_requires_gradient_sync,
 )
 from composable_shard.tensor import kind_of
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
 from tests.harness.poison import poisoned
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import (
     Net,

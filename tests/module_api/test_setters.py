@@ -27,8 +27,9 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import count_collectives, trace_events
 from composable_shard.flat_param import LOCKED, FullState
-from composable_shard.runtime.unit import UnitSettings
-from tests.harness.helpers import assert_equal, distributed
+from composable_shard.options import UnitSettings
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Net,
     Twins,

@@ -36,9 +36,10 @@ from composable_shard import (
 )
 from composable_shard.comm import collectives
 from composable_shard.comm.algorithms import AllGather
-from composable_shard.runtime.unit import TrainingState
-from tests.harness.helpers import Planned, assert_equal, distributed
+from composable_shard.runtime.training_state import TrainingState
+from tests.harness.assertions import Planned, assert_equal
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     FailingMode,
     Net,
@@ -94,7 +95,7 @@ def _assert_shown(model: nn.Module) -> None:
     for handle in get_handles(model):
         assert handle.shown.scope is None
         assert not handle.guard.is_in_scope
-        assert not handle.full.claims
+        assert not handle.full.readers.claims
 
 
 # --- refused inside, by their texts ---

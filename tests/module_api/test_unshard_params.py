@@ -40,8 +40,10 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import CollectiveLog, count_collectives
 from composable_shard.tensor import own_gradient
-from tests.harness.helpers import assert_equal, distributed, peak_bytes
+from tests.harness.assertions import assert_equal
+from tests.harness.memory import peak_bytes
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Layer,
     Net,
@@ -171,7 +173,7 @@ def _snapshot_of_scope(model: nn.Module) -> list[Any]:
             handle.shown.shows_flat,
             handle.shown.scope is not None,
             handle.guard.is_in_scope,
-            len(handle.full.claims),
+            len(handle.full.readers.claims),
         )
         for handle in get_handles(model)
     ]
@@ -180,7 +182,9 @@ def _snapshot_of_scope(model: nn.Module) -> list[Any]:
 
 def _shown_names(model: nn.Module, recurse: bool) -> set[str]:
     states = get_states(model) if recurse else get_states(model)[:1]
-    return {str(e.label) for state in states for handle in state.needed for e in handle.entries}
+    return {
+        str(e.label) for state in states for handle in state.needed_handles for e in handle.entries
+    }
 
 
 def _check_inside(model: nn.Module, flags: dict[str, bool]) -> None:
@@ -242,7 +246,7 @@ def _assert_is_slice(shard: Tensor, full: Tensor, name: str) -> None:
 def _gathered(model: nn.Module, flags: dict[str, bool]) -> tuple[list[FlatParamHandle], ...]:
     """Return the handles whose values, and whose gradients, the scope has to gather."""
     states = get_states(model) if flags["recurse"] else get_states(model)[:1]
-    handles = list(dict.fromkeys(handle for state in states for handle in state.needed))
+    handles = list(dict.fromkeys(handle for state in states for handle in state.needed_handles))
     with_grad = {name for name, (_, grad) in _expected().items() if grad is not None}
     have_grads = [h for h in handles if with_grad & {str(e.label) for e in h.entries}]
     if dist.get_world_size() == 1:

@@ -31,8 +31,9 @@ from composable_shard import (
 from composable_shard.comm.trace import count_collectives
 from composable_shard.options import Granularity
 from composable_shard.tensor.gradient_rules import step_hooks
-from tests.harness.helpers import assert_equal, device, distributed, run_ranks
+from tests.harness.assertions import assert_equal
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import device, distributed, run_ranks
 from tests.programs.models import (
     Net,
     Nothing,

@@ -26,7 +26,8 @@ from composable_shard import (
 from composable_shard.comm.trace import count_collectives
 from composable_shard.optim import with_local_state
 from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 from tests.tensor.test_flat_shard import (
     OddShapes,
     assert_parameters_equal,

@@ -25,7 +25,7 @@ from composable_shard import (
     load_checkpoint,
     save_checkpoint,
 )
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_close, unsharded_gradients, unsharded_values
 from tests.programs.experts import (
     MixtureNet,

@@ -21,7 +21,8 @@ from composable_shard import (
     load_checkpoint,
 )
 from composable_shard.checkpoint import LoadedCheckpoint
-from tests.harness.helpers import assert_equal, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import run_ranks
 from tests.peers import model as run
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from composable_shard import load_checkpoint
 from composable_shard.conversion import convert, describe_checkpoint
-from tests.harness.helpers import assert_equal
+from tests.harness.assertions import assert_equal
 from tests.peers.model import NUM_STEPS, PeerModel, peer_batches, peer_loss, two_groups
 from tests.peers.test_continue import fixture
 

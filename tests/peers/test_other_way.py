@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from composable_shard import load_checkpoint
 from composable_shard.__main__ import main
 from composable_shard.conversion import convert
-from tests.harness.helpers import assert_equal, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import run_ranks
 from tests.peers import model as run
 from tests.peers.resume_elsewhere import train_and_save
 from tests.peers.test_continue import fixture

@@ -18,7 +18,8 @@ from composable_shard import (
     no_sync,
     reduce_pending_gradients,
 )
-from tests.harness.helpers import distributed, needs_torch
+from tests.harness.ranks import distributed
+from tests.harness.versions import needs_torch
 from tests.programs.claims import assert_close, unsharded_gradients
 from tests.programs.models import Layer, add_one, assert_at_rest, shard_children
 from tests.programs.pipelines import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from composable_shard import (
     set_forward_prefetch,
 )
 from composable_shard.options import Block
-from tests.harness.helpers import distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import Net, loss_of, make_net, replica_mesh
 
 GRANULARITIES = ("element", "row", Block(16), "param")
@@ -190,6 +192,72 @@ def test_it_warns_of_state_that_no_save_can_hold() -> None:
     found = set(describe(model, optimizer).warnings) - {*before}
     assert len(found) == 1
     assert "the optimizer state 'kept' of 'inp.weight' is a builtins.list" in found.pop()
+
+
+class _Projects(torch.optim.SGD):
+    """Keeps an object with each parameter from the first step on."""
+
+    def __init__(self, params: Any, made: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.made, self.noise = made, torch.zeros(2)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step with noise, and keep the object."""
+        super().step(closure)
+        self.noise += torch.rand(2)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["made"] = self.made()
+
+
+class _Sends(torch.optim.Optimizer):
+    """Averages in its step, which ranks can't do alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Add up a number of each rank."""
+        dist.all_reduce(torch.ones(1))
+
+
+@distributed(_NUM_RANKS)
+def test_it_warns_before_the_first_step_of_state_that_no_save_can_hold() -> None:
+    """By a trial on this rank alone, after which nothing is changed."""
+    model = make_net()
+    optimizer = _Projects(model.parameters(), object, lr=0.1, momentum=0.9)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook ran"))
+    before = torch.get_rng_state(), {**vars(optimizer)}
+    values = [param.detach().clone() for param in model.parameters()]
+    if dist.get_rank() == 0:
+        (found,) = _of_saves(describe(model, optimizer))
+        assert "the optimizer state 'made' of 'inp.weight' is a builtins.object" in found
+    assert_equal(torch.get_rng_state(), before[0])
+    assert vars(optimizer) == before[1]
+    assert not optimizer.state
+    assert all(param.grad is None for param in model.parameters())
+    for param, value in zip(model.parameters(), values, strict=True):
+        assert torch.equal(param, value)
+    assert not _of_saves(describe(model, _Projects(model.parameters(), dict, lr=0.1)))
+    # Objects that say their own state can be saved.
+    made = functools.partial(torch.nn.Linear, 1, 1)
+    assert not _of_saves(describe(model, _Projects(model.parameters(), made, lr=0.1)))
+
+
+@distributed(_NUM_RANKS)
+def test_it_says_that_a_first_step_could_not_be_tried() -> None:
+    """Where the step raises, or needs other ranks, which are not asked."""
+    model = make_net()
+    if dist.get_rank() == 0:
+        for optimizer, text in (
+            (_Sends(model.parameters(), {}), "needs other ranks"),
+            (_Projects(model.parameters(), lambda: 1 / 0, lr=0.1), "division by zero"),
+        ):
+            (found,) = _of_saves(describe(model, optimizer))
+            assert f"{type(optimizer).__name__} is not known before its first step" in found
+            assert text in found
+
+
+def _of_saves(description: Any) -> list[str]:
+    return [text for text in description.warnings if "save" in text]
 
 
 class _OfWholes(torch.optim.Optimizer):

@@ -20,7 +20,7 @@ from composable_shard import (
 )
 from composable_shard.__main__ import main
 from composable_shard.planning import Estimate, by_class, tabulate
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import Layer, Net, loss_of, seeded
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy

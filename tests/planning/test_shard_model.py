@@ -30,10 +30,10 @@ from composable_shard import (
 )
 from composable_shard.planning import by_class, transformer_blocks
 from composable_shard.planning.model_plan import choose_units
+from composable_shard.planning.module_tree import ModuleTree
 from composable_shard.planning.rules import compile_glob, parse_rules
 from composable_shard.runtime.comparison import describe_options
-from composable_shard.runtime.tree import ModuleTree
-from tests.harness.helpers import distributed, run_ranks
+from tests.harness.ranks import distributed, run_ranks
 from tests.programs.claims import assert_close, unsharded_gradients
 from tests.programs.models import (
     Layer,
@@ -899,8 +899,8 @@ def test_same_units_as_by_hand_train_the_same() -> None:
     assert [state.name for state in get_states(ours)] == [
         state.name for state in get_states(by_hand)
     ]
-    assert [describe_options(state) for state in get_states(ours)] == [
-        describe_options(state) for state in get_states(by_hand)
+    assert [describe_options(state, state.settings) for state in get_states(ours)] == [
+        describe_options(state, state.settings) for state in get_states(by_hand)
     ]
     losses = [_train_on_tokens(model) for model in models]
     assert losses[0] == losses[1]
@@ -980,7 +980,7 @@ def test_options_of_a_rule_reach_its_units_and_defaults_all_others() -> None:
     rules = {Layer: by_block, "out": {"reshard_after_forward": True}}
     defaults = {"reshard_after_forward": False, "strategy": ShardingStrategy.FULL_SHARD}
     shard_model(model, rules, **defaults)
-    options = [describe_options(state).split()[-1] for state in get_states(model)]
+    options = [describe_options(state, state.settings).split()[-1] for state in get_states(model)]
     assert options == [f"reshard_after_forward={flag}" for flag in (*[False] * 4, True)]
     assert type(kept) is nn.Parameter
     groups = [handle.shard_group.name for handle in get_handles(model.blocks)]

@@ -27,8 +27,8 @@ from composable_shard.options import Block, Granularity
 from composable_shard.planning import ShardingPlan, by_class
 from composable_shard.planning.costs import FlatParamCost, RankCounts, sent_nbytes
 from composable_shard.torch_private import resolve_group
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import Layer, Net, rank_input
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy

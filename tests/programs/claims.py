@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from composable_shard import ShardingStrategy, no_sync, unshard_params
 from composable_shard.flat_param import LOCKED
 from composable_shard.runtime.saved_values import LATE_READ
-from tests.harness.helpers import RankError, assert_within, run_ranks
+from tests.harness.assertions import assert_within
 from tests.harness.poison import poisoned
+from tests.harness.ranks import RankError, run_ranks
 from tests.programs.models import average_gradients, shard_children
 
 Program = Callable[[nn.Module, int], None]  # of a model and the number of a microbatch

@@ -29,9 +29,11 @@ from composable_shard import (
 from composable_shard.comm.trace import CollectiveLog
 from composable_shard.options import Granularity
 from composable_shard.planning import ShardingPlan
-from composable_shard.runtime.unit import ShardState, TrainingState
+from composable_shard.runtime.training_state import TrainingState
+from composable_shard.runtime.unit import ShardState
 from composable_shard.tensor import own_gradient
-from tests.harness.helpers import assert_equal, assert_within, device
+from tests.harness.assertions import assert_equal, assert_within
+from tests.harness.ranks import device
 
 __all__ = [
     "EVERYWHERE",
@@ -533,7 +535,7 @@ def _assert_state_at_rest(state: ShardState, *, is_kept: bool) -> None:
     for handle in state.handles:
         handle.shown.check_registered()
         assert not handle.shown.is_unsharded, handle.name
-        assert not handle.full.claims, handle.name
+        assert not handle.full.readers.claims, handle.name
         assert not handle.grads.reduction.output is not None, handle.name
         if not handle.grads.is_persistent:
             assert handle.grads._own.buffer.untyped_storage().size() == 0, (

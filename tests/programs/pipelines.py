@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_shard import ShardingStrategy, clip_grad_norm_
 from composable_shard.pipelining import PipelineStage
-from tests.harness.helpers import run_ranks, shut_down_workers
+from tests.harness.ranks import run_ranks, shut_down_workers
 from tests.programs.claims import assert_close, unsharded_gradients, unsharded_values
 from tests.programs.models import Layer, full_tensor_of, shard_children, square_mean
 

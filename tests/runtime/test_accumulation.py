@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard import FlatShard, get_handles, get_states, no_sync, set_requires_gradient_sync
 from composable_shard.tensor import reduced_gradient
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Net,
     Twins,

@@ -20,8 +20,8 @@ from composable_shard import (
     set_is_last_backward,
     set_requires_gradient_sync,
 )
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import rank_input, shard_root
 

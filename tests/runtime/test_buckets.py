@@ -30,17 +30,12 @@ from composable_shard import (
     shard_model,
 )
 from composable_shard.comm.trace import trace_events
-from composable_shard.layout.flat_layout import cut_buckets
-from tests.harness.helpers import (
-    Planned,
-    RankError,
-    assert_equal,
-    distributed,
-    peak_bytes,
-    run_ranks,
-)
+from composable_shard.layout.buckets import cut_buckets
+from tests.harness.assertions import Planned, assert_equal
+from tests.harness.memory import peak_bytes
 from tests.harness.pairs import pairwise
 from tests.harness.properties import examples
+from tests.harness.ranks import RankError, distributed, run_ranks
 from tests.programs.models import (
     Net,
     Optional,

@@ -29,7 +29,9 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm import collectives
-from tests.harness.helpers import Planned, assert_equal, distributed, needs_torch
+from tests.harness.assertions import Planned, assert_equal
+from tests.harness.ranks import distributed
+from tests.harness.versions import needs_torch
 from tests.programs.models import (
     CheckpointsBlocks,
     Net,

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import (
 from composable_shard import ShardingStrategy, fully_shard
 from composable_shard.comm.trace import trace_events
 from composable_shard.runtime.tree import read_state
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import rank_input, seeded, shard_children, shard_layers, square_mean
 

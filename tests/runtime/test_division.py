@@ -20,7 +20,7 @@ from composable_shard import (
     set_gradient_divide_factor,
     set_is_last_backward,
 )
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import Net, rank_input
 
 _FACTORS = (None, 1.0, 0.5, 3.0, 7.0)

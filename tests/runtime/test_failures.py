@@ -36,7 +36,8 @@ from composable_shard.comm.order import order_of
 from composable_shard.flat_param import full_values, gradients
 from composable_shard.flat_param import handle as handle_module
 from composable_shard.runtime import backward_pass
-from tests.harness.helpers import Planned, assert_equal, distributed
+from tests.harness.assertions import Planned, assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     CheckpointsBlocks,
     FailingMode,
@@ -809,7 +810,7 @@ def test_a_new_group_of_the_same_name_is_in_step() -> None:
     old, new = (cast(Any, _Group()) for _ in range(2))
     for group in (old, old, new, new):
         order = order_of(group)
-        order.note(0)
+        order.enter(0)
         exchange([(1, torch.ones(1))], [], group, order).wait()
     assert old.tags[0] != old.tags[1]
     assert new.tags == old.tags

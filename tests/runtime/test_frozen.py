@@ -8,7 +8,8 @@ import pytest
 
 from composable_shard import get_handles
 from composable_shard.comm.trace import count_collectives
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Net,
     Twins,

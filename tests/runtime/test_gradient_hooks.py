@@ -28,7 +28,9 @@ from composable_shard import (
 )
 from composable_shard.comm import collectives
 from composable_shard.comm.trace import count_collectives, trace_events
-from tests.harness.helpers import Planned, assert_equal, distributed, peak_bytes
+from tests.harness.assertions import Planned, assert_equal
+from tests.harness.memory import peak_bytes
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Layer,
     Net,

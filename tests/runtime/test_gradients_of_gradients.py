@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from composable_shard import no_sync, reshard
 from composable_shard.comm.trace import count_collectives
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Layer,
     Net,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from composable_shard import ShardingStrategy, fully_shard, get_handles, reshard
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import Layer, Optional, rank_input, shard_children, square_mean
 

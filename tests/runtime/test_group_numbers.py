@@ -13,9 +13,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from composable_shard import ShardingStrategy, count_collectives
 from composable_shard.comm.order import order_of
-from tests import device
+from tests.common import device
 from tests.device.running import on_device
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import Net, loss_of, make_net, shard_blocks
 
 _STRATEGIES = list(ShardingStrategy)

@@ -25,7 +25,7 @@ from composable_shard import (
     set_requires_all_reduce,
 )
 from composable_shard.tensor import reduced_gradient
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Net,
     Optional,

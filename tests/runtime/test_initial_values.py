@@ -17,7 +17,8 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param.initial_values import checksum
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import FROM_RANK0, Net, shard_blocks
 
 OTHER = (

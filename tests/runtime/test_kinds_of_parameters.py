@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import get_handles, no_sync
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Net,
     Twins,

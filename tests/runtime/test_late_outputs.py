@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, fully_shard, is_sharded, reshard, unshard
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_right
 from tests.programs.models import rank_input, shard_children, square_mean
 

@@ -22,8 +22,9 @@ from composable_shard.comm.order import NUM_TAGS, GroupOrder, identify, order_of
 from composable_shard.torch_private import side_store, timeout_of
 from tests import differences, fuzz_lockstep
 from tests.differences import Chain, Run
-from tests.harness import helpers
-from tests.harness.helpers import distributed
+from tests.harness import ranks
+from tests.harness.ranks import distributed
+from tests.harness.workers import GROUP_TIMEOUT_S
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_order_names_both_sides(
 
     Operations at rest that gather or reduce are among them: one rank alone, or another operation.
     """
-    monkeypatch.setattr(helpers, "GRACE_S", 20)
+    monkeypatch.setattr(ranks, "GRACE_S", 20)
     cell = differences.measure(name, strategy, timeout_s=20)
     assert cell.kind == "error", cell
     assert cell.seconds < 10
@@ -105,7 +106,7 @@ def test_alone_says_where_the_other_rank_is(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str
 ) -> None:
     """Alone and A rank dies: within the timeout and 10 s."""
-    monkeypatch.setattr(helpers, "GRACE_S", 20)
+    monkeypatch.setattr(ranks, "GRACE_S", 20)
     cell = differences.measure(name, "FULL_SHARD", timeout_s=3)
     assert cell.kind == "error", cell
     assert text in cell.texts[0]
@@ -153,7 +154,7 @@ def test_dies_a_store_that_does_not_answer_holds_nobody_up(
     watch = object.__new__(watching._Watch)
     watch._store, watch._key = _SilentStore(), "key"
     group = dist.group.WORLD
-    order_of(group).note(identify("the reduction of unit 'head'", "all_reduce", 8))
+    order_of(group).enter(identify("the reduction of unit 'head'", "all_reduce", 8))
     text = watch.explain(group, "Timed out.")
     assert text.startswith("the reduction of unit 'head' (all_reduce of 8 bytes), called at ")
     assert "test_lockstep.py:" in text
@@ -187,7 +188,7 @@ def test_order_a_group_that_is_not_in_use_is_left_alone(
 
 def test_a_rank_that_deviates_at_random_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thin slice of `python -m tests.fuzz_lockstep`."""
-    monkeypatch.setattr(helpers, "GRACE_S", 20)
+    monkeypatch.setattr(ranks, "GRACE_S", 20)
     assert not fuzz_lockstep.failing_cases(range(1))
 
 
@@ -197,9 +198,9 @@ def test_ranks_agree_on_tags_only_in_step() -> None:
     one, other = GroupOrder(), GroupOrder()
     first, second = identify("a", "all_gather", 8), identify("b", "all_gather", 8)
     for order in (one, other):
-        order.note(first)
+        order.enter(first)
     assert one.recent() == other.recent() == [(0, 1, "a (all_gather of 8 bytes)")]
-    one.note(second)
+    one.enter(second)
     one.fold()
     assert one.num_issued == 2
     assert [call for _, call, _ in one.recent()] == [-1, 0]
@@ -284,4 +285,4 @@ def test_alone_groups_made_inside_have_the_timeout_of_the_job() -> None:
     group = get_host_group()._group
     assert group is not None
     assert group is not world
-    assert timeout_of(group) == timeout_of(world) == timedelta(seconds=helpers.GROUP_TIMEOUT_S)
+    assert timeout_of(group) == timeout_of(world) == timedelta(seconds=GROUP_TIMEOUT_S)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from composable_shard import fully_shard, get_handles
-from tests.harness.helpers import distributed, peak_bytes
+from tests.harness.memory import peak_bytes
+from tests.harness.ranks import distributed
 
 NUM_BLOCKS = 6
 DIM = 64
@@ -99,7 +100,7 @@ def test_the_peak_of_backward_is_below_that_of_fsdp2() -> None:
     """Gradients take the parameters' place, so no second buffer is held.
 
     The profiler sees FSDP2's peak with an error of half a unit, as gloo's threads free late;
-    `benchmarks/memory.py` counts every malloc and shows the whole difference.
+    `benchmarks/memory/step.py` counts every malloc and shows the whole difference.
     """
     ours, theirs = (
         _peak_of_warm_backward(_shard_frugally),

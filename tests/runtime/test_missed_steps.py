@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from composable_shard import is_sharded
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import average_gradients, rank_input, shard_children, square_mean
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard import ShardingStrategy, no_sync
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import shard_children
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard.comm.trace import count_collectives
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Net,
     Twins,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import MixedPrecisionPolicy, ShardingStrategy, fully_shard
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import rank_input, shard_root
 

@@ -22,7 +22,8 @@ from composable_shard import (
     register_orig_params,
     unshard_params,
 )
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     CheckpointsBlocks,
     Net,

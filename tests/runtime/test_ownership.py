@@ -20,11 +20,13 @@ from composable_shard import (
     get_handles,
     lazy_init,
     register_orig_params,
+    set_gradient_divide_factor,
     shard_model,
     unshard_params,
 )
 from composable_shard.comm.trace import count_collectives
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Net,
     Twins,
@@ -415,9 +417,9 @@ def test_comm_options_survive_a_move() -> None:
     model = Layers()
     for block in model.blocks:
         fully_shard(block, granularity="param")
-    for handle in get_handles(model):
-        handle.grads.reduction.set_divide_factor(3.0)
+    set_gradient_divide_factor(model.blocks, 3.0)
     fully_shard(model, granularity="param")
-    factors = [handle.grads.reduction.divide_factor for handle in get_handles(model.blocks)]
+    settings = [handle.grads.reduction.settings for handle in get_handles(model.blocks)]
+    factors = [each.gradient_divide_factor for each in settings]
     assert factors == [3.0] * len(factors)
     assert all(isinstance(param, FlatShard) for param in model.parameters())

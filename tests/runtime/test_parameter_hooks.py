@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import FlatShard
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Net,
     Twins,

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable_shard import MixedPrecisionPolicy, ShardingStrategy, no_sync
 from tests.flat_param.test_mixed_precision import MixedReference, _assert_close_in_policy
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Net,
     assert_at_rest,

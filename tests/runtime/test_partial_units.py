@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import differences
-from tests.harness import helpers
+from tests.harness import ranks
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_c8_some_modules_of_a_unit_run_on_some_ranks(
 
     Right where the units begin in the same order on all ranks, in forward and in backward.
     """
-    monkeypatch.setattr(helpers, "GRACE_S", 20)
+    monkeypatch.setattr(ranks, "GRACE_S", 20)
     cell = differences.measure(name, strategy, timeout_s=20)
     assert cell.kind == kind, cell
     assert cell.seconds < 10

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, fully_shard
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import Twins, rank_input
 
 _STRATEGIES = [ShardingStrategy.FULL_SHARD, *ShardingStrategy]  # half of the units, almost

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from composable_shard import ShardingStrategy
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_close, unsharded_gradients, unsharded_values
 from tests.programs.models import average_gradients, rank_input, shard_children, square_mean
 

@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from composable_shard import ShardingStrategy, fully_shard, get_states
 from composable_shard.flat_param import LOCKED
-from composable_shard.runtime.saved_values import KnownForwards, SavedValues
+from composable_shard.runtime.saved_values import Inspection, SavedValues
 from composable_shard.torch_private import top_saved_tensors_hooks
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
 from tests.harness.poison import poisoned
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import Layer, rank_input, shard_children, shard_layers, shard_root
 
@@ -567,7 +567,7 @@ def test_a_gradient_where_freed_values_were_is_no_view_of_them() -> None:
     values = torch.ones(8, requires_grad=True)
     full = SimpleNamespace(output=values.detach(), buffer=values.detach())
     handle: Any = SimpleNamespace(full=full, requires_grad=False)
-    hooks = SavedValues(KnownForwards(), "?", [handle], below=None, others=None)
+    hooks = SavedValues(Inspection(), "?", [handle], below=None, others=None)
     hooks.end()
     gradients = (values.detach()[2:], None)
     copies = hooks._copy_values(gradients, None)

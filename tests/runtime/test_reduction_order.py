@@ -11,7 +11,7 @@ from composable_shard import ShardingStrategy, fully_shard
 from composable_shard.comm.trace import trace_events
 from tests import differences
 from tests.differences import Chain, Run
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 
 KEPT = [ShardingStrategy.SHARD_OPTIM, ShardingStrategy.NO_SHARD]
 ORDERS = [

@@ -20,8 +20,8 @@ from composable_shard import (
     shard_model,
     unshard,
 )
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_right
 from tests.programs.models import rank_input, shard_children, square_mean
 

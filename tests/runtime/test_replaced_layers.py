@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, fully_shard, shard_model
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_close, unsharded_values
 from tests.programs.models import average_gradients, square_mean
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from composable_shard import fully_shard
 from composable_shard.comm.trace import count_collectives
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     CheckpointsBlocks,
     Net,

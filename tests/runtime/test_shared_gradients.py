@@ -26,8 +26,9 @@ from composable_shard import (
     no_sync,
     set_gradient_divide_factor,
 )
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
 from tests.harness.poison import poisoned
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_close, unsharded_gradients
 from tests.programs.models import shard_children, shard_root
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import ShardingStrategy, fully_shard, get_states, reshard, unshard
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import rank_input, square_mean
 

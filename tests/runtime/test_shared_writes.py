@@ -11,7 +11,8 @@ from torch import nn
 
 from composable_shard import ShardingStrategy, fully_shard
 from tests import differences
-from tests.harness.helpers import Planned, distributed
+from tests.harness.assertions import Planned
+from tests.harness.ranks import distributed
 from tests.programs.models import rank_input
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable_shard import ShardingStrategy, fully_shard, get_handles
 from composable_shard.comm import groups
 from composable_shard.flat_param import FullState
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Net,
     Twins,

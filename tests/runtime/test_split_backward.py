@@ -18,7 +18,8 @@ from composable_shard import (
     reshard,
     unshard,
 )
-from tests.harness.helpers import Planned, distributed
+from tests.harness.assertions import Planned
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import Layer, rank_input, shard_children, shard_root, square_mean
 

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 import composable_shard
-from benchmarks.free_group import free_world
-from benchmarks.models import MatrixChain
-from benchmarks.step_counter import StepCounter, is_inside_collective
 from composable_shard import count_collectives, fully_shard
 from composable_shard.comm.collectives import all_gather
 from composable_shard.comm.trace import record
 from composable_shard.flat_param import gradients
 from composable_shard.flat_param.handle import FlatParamHandle
-from tests.harness.helpers import peak_bytes
+from tests.common.free_group import free_world
+from tests.common.models import MatrixChain
+from tests.common.step_counter import StepCounter, is_inside_collective
+from tests.harness.memory import peak_bytes
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,10 @@ from composable_shard import (
 )
 from composable_shard.comm.trace import count_collectives, trace_events
 from composable_shard.tensor import own_gradient
-from tests.harness.helpers import assert_equal, device, distributed, peak_bytes
+from tests.harness.assertions import assert_equal
+from tests.harness.memory import peak_bytes
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import device, distributed
 from tests.programs.models import (
     EqualBlocks,
     Net,

@@ -16,8 +16,8 @@ from composable_shard import (
     fully_shard,
     set_forward_prefetch,
 )
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     Layer,
     Net,

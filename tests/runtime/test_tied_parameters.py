@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from composable_shard import fully_shard
 from composable_shard.comm.trace import trace_events
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import Twins, assert_at_rest, rank_input, square_mean, train_by
 from tests.programs.modules import TiedLanguage, rank_tokens
 

@@ -27,9 +27,9 @@ from torch.func import (
 )
 
 from composable_shard import ShardingStrategy, fully_shard, get_handles, reshard
-from tests.harness.helpers import distributed
 from tests.harness.pairs import pairwise
 from tests.harness.poison import poisoned
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import Layer, rank_input, shard_children, square_mean
 

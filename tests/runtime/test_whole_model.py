@@ -26,7 +26,8 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm.trace import count_collectives
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.claims import assert_close, unsharded_gradients
 from tests.programs.models import Net, average_gradients, shard_blocks
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable_shard import fully_shard, get_handles, get_states, no_sync
-from tests.harness.helpers import Planned, distributed
+from tests.harness.assertions import Planned
+from tests.harness.ranks import distributed
 from tests.programs import claims
 from tests.programs.models import Twins, assert_at_rest, average_gradients, rank_input, square_mean
 

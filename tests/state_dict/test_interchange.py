@@ -40,7 +40,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import composable_shard
 from composable_shard import Block, MixedPrecisionPolicy, ShardingStrategy
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 from tests.programs.models import Layer, Net, shard_blocks, shard_root
 
 pytestmark = pytest.mark.long

@@ -19,7 +19,8 @@ from composable_shard import (
     iter_full_params,
     unshard_params,
 )
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import EVERYWHERE, loss_of, make_net
 
 

@@ -32,7 +32,8 @@ from composable_shard import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 from tests.programs.models import (
     EVERYWHERE,
     FROM_RANK0,

@@ -48,7 +48,9 @@ from composable_shard import (
     unshard,
     unshard_params,
 )
-from tests.harness.helpers import assert_equal, device, distributed, peak_bytes
+from tests.harness.assertions import assert_equal
+from tests.harness.memory import peak_bytes
+from tests.harness.ranks import device, distributed
 from tests.programs.models import (
     EVERYWHERE,
     FROM_RANK0,

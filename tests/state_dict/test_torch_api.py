@@ -21,7 +21,7 @@ from composable_shard import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from tests.harness.helpers import distributed
+from tests.harness.ranks import distributed
 from tests.programs.models import (
     EVERYWHERE,
     Net,

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from composable_shard import Block, fully_shard
 from composable_shard.comm.trace import count_collectives
 from composable_shard.options import Granularity
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 
 PAGE = Path(__file__).parents[2] / "docs" / "shard_operations.md"
 

@@ -30,7 +30,8 @@ from composable_shard import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import Net, assert_holds, rank_input, seeded, shard_blocks
 
 

@@ -39,7 +39,8 @@ from composable_shard import (
     fully_shard,
     get_optimizer_state_dict,
 )
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import assert_holds, seeded
 from tests.tensor.test_dcp_boxes import directory
 

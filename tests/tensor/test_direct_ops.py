@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.write_guard import WriteGuard
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.tensor.test_flat_shard import OddShapes, guard_of, shard, shard_module
 
 pytestmark = pytest.mark.fast

@@ -6,6 +6,7 @@ import copy
 import pickle
 import weakref
 from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from composable_shard.tensor.flat_shard import FlatShard, FlatShardOfDTensor
 from composable_shard.tensor.labels import ParamLabel
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.tensor.write_guard import WriteGuard
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 
 pytestmark = pytest.mark.fast
 
@@ -522,3 +524,13 @@ def test_meta_shards_stay_meta() -> None:
         assert (torch.rand_like(model.weight) + 1).is_meta
         assert model.weight.full_tensor().is_meta
     assert not log.events
+
+
+def test_the_next_write_runs_a_function_of_each_user_once() -> None:
+    """A second user does not take the place of the first; one that asks again has one function."""
+    guard, runs = WriteGuard(), list[str]()
+    for who in ("values", "values", "copies"):
+        guard.at_next_write(who, partial(runs.append, who))
+    guard.note_write("p")
+    guard.count_write()
+    assert runs == ["values", "copies"]

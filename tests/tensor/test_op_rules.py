@@ -16,7 +16,8 @@ from torch.nn import functional
 from composable_shard.comm.trace import count_collectives
 from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.write_guard import WriteGuard
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 from tests.tensor.test_flat_shard import OddShapes, full, shard, shard_module
 
 # Elementwise ops

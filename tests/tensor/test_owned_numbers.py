@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from composable_shard import fully_shard
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 
 Params = list[nn.Parameter]
 Step = Callable[[Params, dict[Any, Any]], None]

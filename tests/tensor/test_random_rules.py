@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from composable_shard import fully_shard, unshard_params
 from composable_shard.comm.trace import count_collectives
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.tensor.test_flat_shard import (
     DTYPES,
     OddShapes,

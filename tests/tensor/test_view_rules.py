@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from composable_shard.comm.trace import count_collectives
 from composable_shard.tensor.flat_shard import FlatShard
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.tensor.test_flat_shard import full, shard
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

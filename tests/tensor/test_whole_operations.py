@@ -24,7 +24,8 @@ from composable_shard import (
 )
 from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.gathering import GatherWarning
-from tests.harness.helpers import assert_equal, distributed
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed
 from tests.programs.models import Twins
 
 Named = dict[str, Tensor]

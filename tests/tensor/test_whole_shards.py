@@ -18,7 +18,8 @@ from composable_shard.comm.trace import count_collectives
 from composable_shard.layout.flat_layout import FlatLayout
 from composable_shard.options import Granularity
 from composable_shard.tensor.flat_shard import whole_of
-from tests.harness.helpers import assert_equal, distributed, run_ranks
+from tests.harness.assertions import assert_equal
+from tests.harness.ranks import distributed, run_ranks
 from tests.tensor.test_flat_shard import make_spec
 
 OWNER = 1

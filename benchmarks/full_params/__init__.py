@@ -1,0 +1,1 @@
+"""What does it cost to read or to show full parameters?"""

@@ -1,0 +1,1 @@
+"""How much memory does a step hold, and are the estimates right?"""

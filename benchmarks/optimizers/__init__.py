@@ -1,0 +1,1 @@
+"""Which optimizers train right, and what do their steps and clipping cost?"""

@@ -1,0 +1,107 @@
+"""What modules show inside `unshard_params`: the parameters of the scope, in either form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from composable_shard.flat_param.param_classes import UnshardedDTensor, UnshardedParameter
+from composable_shard.flat_param.scope_params import ScopeParams
+from composable_shard.flat_param.shown import (
+    SCOPE,
+    SCOPE_FLAT,
+    Scope,
+    ShownParams,
+    check_flags,
+    describe_object,
+    let_stand,
+    set_trainable_flags,
+)
+from composable_shard.tensor import share_attributes
+
+
+def enter_scope(shown: ShownParams, full: ScopeParams | None) -> None:
+    """Show the parameters of an `unshard_params` scope; None for the sharded originals."""
+    if full is None:
+        shown.unhide_all()
+    params = [entry.sharded for entry in shown.entries] if full is None else full.params
+    shown.scope = Scope(params, full, shown.state, [])
+    shown.guard.set_in_scope(True)
+    for entry, param in zip(shown.entries, params, strict=True):
+        if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
+            share_attributes(entry.unsharded, param)
+    show_in_scope(shown, params, None)
+    let_stand(shown)
+
+
+def show_in_scope(
+    shown: ShownParams, originals: Sequence[Tensor] | None, flat: Tensor | None
+) -> None:
+    """Show these parameters, and expect them to stay until the scope's end."""
+    assert shown.scope is not None
+    shown.show(originals, flat)
+    shown.state = SCOPE_FLAT if originals is None else SCOPE
+    slots = [
+        (container, key, container[key])
+        for entry in shown.entries
+        for container, key, _ in entry.slots
+    ]
+    if flat is not None:
+        slots.append((shown.flat_slot.reserve(), shown.flat_slot.name, flat))
+    shown.scope.slots = slots
+
+
+def show_scope_params(shown: ShownParams) -> None:
+    """Show the originals again, for a forward, where the scope shows the flat parameter."""
+    if shown.scope is not None and shown.state is SCOPE_FLAT:
+        show_in_scope(shown, shown.scope.params, None)
+
+
+def check_scope(shown: ShownParams) -> None:
+    """Check that the modules still show the parameters of the scope."""
+    for container, key, param in () if shown.scope is None else shown.scope.slots:
+        try:
+            found = container[key]
+        except KeyError:
+            found = None
+        except RuntimeError:
+            continue  # its module was deleted, as by replacing it in its parent
+        if found is not param:
+            raise RuntimeError(
+                f"parameter '{shown.label_at(container, key)}' was replaced by another object "
+                f"({describe_object(found)}) inside unshard_params. Its value was not written "
+                "back, nor was any other. Write into the existing parameter instead, for example "
+                "`param.copy_(value)` under torch.no_grad()."
+            )
+
+
+def leave_scope(shown: ShownParams) -> None:
+    """Show again what was shown before the scope; no-op outside of one."""
+    if shown.scope is None:
+        return
+    shown.guard.set_in_scope(False)
+    for entry in shown.entries:
+        if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
+            share_attributes(entry.unsharded, entry.sharded)
+    shown.state = shown.scope.before
+    shown.hide_unshown()
+    shown.show_again()
+    if not shown.shows_flat:
+        shown.flat_slot.remove()
+    let_stand(shown)
+    shown.scope = None  # last: whoever finds it after an interrupt repeats the rest
+
+
+def check_scope_flags(shown: ShownParams, unit: str) -> None:
+    """Check that flags set in a scope's body still allow one flat parameter."""
+    if shown.scope is not None:
+        flags = [param.requires_grad for param in shown.scope.params]
+        check_flags(shown, flags, unit, "inside unshard_params")
+
+
+def keep_scope_flags(shown: ShownParams) -> None:
+    """Adopt the `requires_grad` flags that a scope's body set, as if set outside."""
+    flags = () if shown.scope is None else [param.requires_grad for param in shown.scope.params]
+    if not shown.shows_flat or len(set(flags)) == 1:
+        set_trainable_flags(shown, flags)

@@ -1,0 +1,59 @@
+"""`UnitSettings`: what the setters change of a unit after `fully_shard`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+
+from composable_shard.options.unit_options import ReshardAfterForward
+
+
+@dataclass(frozen=True)
+class UnitSettings:
+    """What the setters change of a unit after `fully_shard`; its handles have the same record.
+
+    Attributes:
+        reshard_after_forward: True frees the full parameters between forward and backward, False
+            keeps them, None keeps them only where the unit leads the call, and a number n keeps
+            1/n of them.
+        reshard_after_backward: Whether the end of a backward frees the full parameters.
+        requires_gradient_sync: False leaves gradients unsharded and unreduced.
+        requires_all_reduce: False reduces gradients over the shard group only.
+        is_last_backward: False while accumulating: more backwards come before the step.
+        unshard_in_backward: False: the user promised that no backward reads full parameters.
+        gradient_divide_factor: Divisor of the gradients' sum over all data-parallel ranks; None:
+            their number.
+        comm_hook: What replaces the collectives of reductions, and its first argument; or None.
+        forward_prefetch: Units to gather when its forward begins; None: the units expected next.
+        backward_prefetch: Units to gather when its backward begins; None: the units expected next.
+    """
+
+    reshard_after_forward: ReshardAfterForward = None
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    is_last_backward: bool = True
+    unshard_in_backward: bool = True
+    gradient_divide_factor: float | None = None
+    comm_hook: tuple[Callable[..., Any], object] | None = None
+    forward_prefetch: tuple[ref[Any], ...] | None = None
+    backward_prefetch: tuple[ref[Any], ...] | None = None
+
+    @property
+    def reduces_fully(self) -> bool:
+        """Whether a backward reduces gradients completely, over all ranks."""
+        return self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward
+
+    @property
+    def hook_name(self) -> str | None:
+        """The name of the comm hook, None where there is none."""
+        if self.comm_hook is None:
+            return None
+        hook, _ = self.comm_hook
+        return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+    def of_copy(self) -> UnitSettings:
+        """Return the settings of a copy: without a hook, and without units of the original."""
+        return replace(self, comm_hook=None, forward_prefetch=None, backward_prefetch=None)

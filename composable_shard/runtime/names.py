@@ -1,0 +1,67 @@
+"""Names of units and parameters, as seen from the outermost module so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from composable_shard.flat_param import FlatParamHandle
+from composable_shard.runtime.tree import by_slot, get_states, read_state
+from composable_shard.runtime.unit import ShardState
+from composable_shard.tensor import ParamLabel
+from composable_shard.torch_private import parameters_of
+
+
+def first_names(
+    module: nn.Module, handles: Iterable[FlatParamHandle]
+) -> dict[tuple[FlatParamHandle, int], str]:
+    """Return the first name in `module` of each parameter of handles, by handle and index."""
+    found, names = by_slot(handles), dict[tuple[FlatParamHandle, int], str]()
+    for prefix, child in module.named_modules():
+        for key in parameters_of(child).keys():  # noqa: SIM118 -- a ScriptModule's has no __iter__
+            place = found.get((id(parameters_of(child)), key))
+            if place is not None:
+                names.setdefault(place, f"{prefix}.{key}".lstrip("."))
+    return names
+
+
+def rename(module: nn.Module) -> None:
+    """Name all units and parameters in `module` as seen from it, for messages."""
+    named: dict[ShardState, str] = {}
+    for name, child in module.named_modules():
+        state = read_state(child)
+        if state is not None and state not in named:
+            state.name, named[state] = name or type(child).__name__, name
+    handles = [handle for state in named for handle in state.handles]
+    labels: dict[int, tuple[ParamLabel, str]] = {}  # copies of a unit share them
+    for (handle, index), name in first_names(module, handles).items():
+        label = handle.entries[index].label
+        labels.setdefault(id(label), (label, name))
+    for label, name in labels.values():
+        label.rename(name)
+    for state, name in named.items():
+        for handle in state.handles:
+            handle.label.rename(state.name)
+            if handle.shown.flat is not None:
+                flat_name = f"{name}.{handle.shown.flat_slot.name}"
+                handle.shown.flat.label.rename(flat_name.lstrip("."))
+
+
+def remember_names(modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Return a function that undoes `rename` for the units that are in `modules` now."""
+    states = list(dict.fromkeys(state for module in modules for state in get_states(module)))
+    handles = [handle for state in states for handle in state.handles]
+    state_names = [(state, state.name) for state in states]
+    unit_names = [(handle.label, handle.label.name) for handle in handles]
+    names = [(label, label.fqn) for handle in handles for label in handle.labels()]
+
+    def restore() -> None:
+        for state, name in state_names:
+            state.name = name
+        for unit_label, name in unit_names:
+            unit_label.rename(name)
+        for label, fqn in names:
+            label.rename(fqn)
+
+    return restore

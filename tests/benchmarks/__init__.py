@@ -1,0 +1,1 @@
+"""Tests of the benchmarks and drills: no other tests import these."""

@@ -1,0 +1,1 @@
+"""What tests and benchmarks share. It imports nothing of either."""
