@@ -227,6 +227,7 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # Where an op on a wrapper changes the wrapper's own shape and strides.
 no_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+ParameterMeta: Any = type(nn.Parameter)  # torch's stub has another
 make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
 swap_tensors: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
 # Whether `tensor.data = value` can change the object: not from the CPU to any device.

@@ -34,6 +34,8 @@ from torch.distributed.tensor import DTensor
 from composable_shard.comm import SmallGroup, Streams, Then, Waitable, collectives
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.full_values import FREED, FullState, FullValues
+from composable_shard.flat_param.kept_classes import ClassNotes
+from composable_shard.flat_param.kept_params import Kept, as_itself
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.readers import Readers
 from composable_shard.flat_param.storage import alloc_storage, free_storage
@@ -176,7 +178,7 @@ class Codec:
         def fill() -> None:
             sent.clear()  # the gathers have read it
             param = self._entry.unsharded
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), as_itself(param):
                 wrapped.fsdp_post_all_gather(self._outputs, metadata, self._dtype, out=param)
 
         return Then(works, fill)
@@ -202,6 +204,8 @@ class ExtendedParams(UnshardedParams):
         super().build(entries)
         param: Any = self.built[0]
         local = param._local_tensor if isinstance(param, DTensor) else param
+        if not isinstance(param, Kept):
+            self.aliases = ClassNotes(param, self.readers)
         if is_traceable_wrapper_subclass(local):
             self.watched += tuple(getattr(local, name) for name in local.__tensor_flatten__()[0])
         self.versions = [version_of(each) for each in self.watched]

@@ -10,7 +10,8 @@ from torch import nn
 from composable_shard.flat_param.entries import FlatEntry
 from composable_shard.flat_param.gradients_at_rest import gradient_shard, has_gradients
 from composable_shard.flat_param.handle import FlatParamHandle
-from composable_shard.flat_param.param_classes import ALL, UnshardedParameter
+from composable_shard.flat_param.kept_params import ALL
+from composable_shard.flat_param.param_classes import UnshardedParameter
 from composable_shard.flat_param.pending_gradients import unmarked
 from composable_shard.flat_param.user_hooks import adopt_hooks
 from composable_shard.tensor import FlatShard, ShardSpec, flat_spec, wrap

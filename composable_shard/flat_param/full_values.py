@@ -171,6 +171,14 @@ class FullValues:
         """Whether the buffer holds full values, or is being filled with them."""
         return self.state in HAVE_VALUES
 
+    def is_readable(self) -> bool:
+        """Wait for a gather in flight; return whether the buffer has the current values."""
+        if self.state is GATHERING and self.is_current:
+            self.wait()
+        # What stays for a graph alone is there until shards are written.
+        has_current = self.state is CURRENT and (self.is_current or self.readers.bits & GRAPH)
+        return self.is_whole or bool(has_current)
+
     def set_small_group(self, group: SmallGroup | None) -> None:
         """Set the group for which `free(keeps_part=True)` keeps a part, see [Note: Small group]."""
         self.small_group = group

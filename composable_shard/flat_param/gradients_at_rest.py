@@ -15,7 +15,7 @@ from composable_shard.flat_param.grad_pieces import (
     wrap_all,
 )
 from composable_shard.flat_param.handle import FlatParamHandle
-from composable_shard.flat_param.param_classes import ALL
+from composable_shard.flat_param.kept_params import ALL
 from composable_shard.flat_param.pending_gradients import drop_waiting, unmarked
 from composable_shard.tensor import FlatShard, own_gradient, reduced_gradient, set_gradient, wrap
 

@@ -27,6 +27,7 @@ from composable_shard.flat_param.shown import (
     SHARDED,
     ShownParams,
     check_flags,
+    let_stand,
     set_trainable_flags,
     trainable_flags,
 )
@@ -43,7 +44,11 @@ from composable_shard.tensor import (
     WriteGuard,
     step_hooks,
 )
-from composable_shard.torch_private import version_of, will_run_node
+from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    version_of,
+    will_run_node,
+)
 
 GradientHook = Callable[["FlatParamHandle", int], None]
 
@@ -284,6 +289,8 @@ class FlatParamHandle:
         # Weak: the leaf holds its hooks where the garbage collector cannot see them, and the
         # handle holds the leaf; one strong reference would leak the unit for ever.
         full.params.hook_gradients(weakref.ref(self))
+        self.shown.notes = full.params.aliases
+        let_stand(self.shown)
         self.requires_grad = any(trainable_flags(self.shown))
         if self.requires_grad or self.grads.waits_for_reduction:
             self._bind_gradients()
@@ -426,7 +433,7 @@ class FlatParamHandle:
         for entry in self.entries:
             param = entry.unsharded
             # It raises where autograd.grad() differentiates with respect to the parameter.
-            with suppress(RuntimeError):
+            with suppress(RuntimeError), DisableTorchFunctionSubclass():  # [Note: Kept objects]
                 if param is not None and param.requires_grad:
                     node = get_gradient_edge(param).node
                     if node is not None and will_run_node(node):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable_shard.flat_param.kept_params import ALL, Kept, KeptMeta, shown_for, values_for
 from composable_shard.flat_param.readers import HIDDEN_ALIAS, Readers
 from composable_shard.tensor import (
     FlatShard,
@@ -28,11 +29,10 @@ from composable_shard.tensor import (
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     can_change_data,
+    disabled_torch_function,
     is_compiling,
     running,
 )
-
-ALL = -1  # position of the one parameter that stands for all
 
 
 def _no_handle() -> None:
@@ -42,7 +42,14 @@ def _no_handle() -> None:
 class Aliases:
     """Notes that the parameters of one flat parameter share."""
 
-    __slots__ = ("handle", "has_new_flags", "left", "overwritten", "readers")
+    __slots__ = (
+        "handle",
+        "has_new_flags",
+        "left",
+        "overwritten",
+        "readers",
+        "torch_function",
+    )
 
     def __init__(self, readers: Readers | None = None) -> None:
         self.readers = readers or Readers()
@@ -52,6 +59,7 @@ class Aliases:
         self.has_new_flags = False  # `requires_grad` of a parameter was set
         # By position: the gradient has overwritten the value; None: no value can be overwritten.
         self.overwritten: Sequence[bool] | None = None
+        self.torch_function: Any = disabled_torch_function  # [Note: Kept objects]
 
     def gradient_at_rest(self, param: UnshardedParameter) -> GradientAtRest | None:
         """Return what stands for the gradient of the parameter at rest; None if it has none."""
@@ -103,21 +111,13 @@ class Aliases:
             )
 
     def check_can_copy(self, param: Any) -> None:
-        """Check that the value of a parameter is there, for a copy that shares no memory."""
+        """Check that no gradient has taken the place of a value, for a copy without an alias."""
         bits = self.readers.bits
         self.enter_hidden_alias(param)
         self.readers.bits = bits
 
     def enter_hidden_alias(self, param: UnshardedParameter) -> None:
-        """Enter whoever takes an alias of a parameter; raise if its value is not there."""
-        handle = self.handle()
-        full = None if handle is None or handle.shown.is_unsharded else handle.full
-        if full is not None and not full.is_whole and not (full.has_values and full.is_current):
-            raise RuntimeError(
-                f"the full value of parameter '{param.shard_label}' was kept and is read after its "
-                "unit has freed it, or parameters were written since. Clone in the forward what "
-                "you want to keep, or read the module's own parameter: p.full_tensor()."
-            )
+        """Enter whoever takes an alias of a parameter; raise if a gradient has taken its place."""
         self.readers.add(HIDDEN_ALIAS)
         if self.overwritten is not None and self.overwritten[param.shard_position]:
             raise RuntimeError(
@@ -132,7 +132,7 @@ EDIT_LATER = (
 )
 
 
-class UnshardedParameter(NeverStepped, nn.Parameter):
+class UnshardedParameter(Kept, NeverStepped, nn.Parameter, metaclass=KeptMeta):
     """A parameter that notes when an alias is taken of it that autograd can't see.
 
     The gradient may overwrite the value once autograd is done with the parameter. A node that
@@ -161,7 +161,8 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain parameter with a copy of the values, which is never freed."""
-        return _plain(self).__reduce_ex__(protocol)
+        found = values_for(self)
+        return (_plain(self) if found is self else found).__reduce_ex__(protocol)
 
     def detach(self) -> Tensor:
         """Return a detached alias, as any tensor's does."""
@@ -171,6 +172,8 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
                 "freed after the forward. Compute with the parameter itself, or make one of a "
                 "copy: nn.Parameter(weight.detach().clone())."
             )
+        if (found := values_for(self)) is not self:
+            return found.detach()  # type: ignore[no-any-return]
         self.shard_aliases.enter_hidden_alias(self)
         return super().detach()
 
@@ -181,6 +184,9 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
 
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
+        if (shown := shown_for(self)) is not self:
+            shown.requires_grad = flag
+            return
         Tensor.requires_grad.__set__(self, flag)  # type: ignore[attr-defined]
         self.shard_aliases.has_new_flags = True
 
@@ -190,12 +196,16 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
 
         Setting None drops it. A tensor replaces it, and is reduced after `reshard`.
         """
+        if (shown := shown_for(self)) is not self:
+            return shown.grad  # type: ignore[no-any-return]
         at_rest = None if is_compiling() else self.shard_aliases.gradient_at_rest(self)
         return own_gradient(self) if at_rest is None else at_rest
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if isinstance(value, GradientAtRest):
+        if (shown := shown_for(self)) is not self:
+            shown.grad = value
+        elif isinstance(value, GradientAtRest):
             _check_stands_for(value, self)  # `grad += x` gives it back
         else:
             self.shard_aliases.change_gradient(self, value)
@@ -205,8 +215,10 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         self.requires_grad = requires_grad
         return self
 
-    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """Raise: the hook would run when the gradient has left the parameter."""
+        if (shown := shown_for(self)) is not self:
+            return shown.register_post_accumulate_grad_hook(hook)
         raise RuntimeError(
             f"a hook on the gradient of the full parameter '{self.shard_label}' would find none. "
             "Register it before unshard(module) or after reshard(module): there it runs with the "
@@ -215,6 +227,8 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return an array, as any tensor does; from then on gradients overwrite no values."""
+        if (found := values_for(self)) is not self:
+            return found.numpy(force=force)
         self.shard_aliases.enter_hidden_alias(self)
         return super().numpy(force=force)
 
@@ -223,15 +237,19 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         """A detached alias with a version counter of its own, as any tensor's is."""
         if any(running("torch._functorch._aot_autograd.runtime_wrappers", "__torch_dispatch__")):
             return super().data  # the compiler checks its class, around the first run of a graph
+        if (found := values_for(self)) is not self:
+            return found.data  # type: ignore[no-any-return]
         self.shard_aliases.enter_hidden_alias(self)
-        alias = self.shard_alias
+        alias: Tensor | None = self.shard_alias
         if alias is None:
             alias = self.shard_alias = super().data
         return alias.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not _is_same_memory(self, value):
+        if (shown := shown_for(self)) is not self:
+            shown.data = value
+        elif not _is_same_memory(self, value):
             refuse_other_data(self.shard_label)
 
     def set_(self, *args: Any, **kwargs: Any) -> UnshardedParameter:
@@ -239,7 +257,9 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
 
         A parametrization that is registered gives a parameter its own data.
         """
-        if len(args) != 1 or kwargs or not _is_same_memory(self, args[0]):
+        if (shown := shown_for(self)) is not self:
+            shown.set_(*args, **kwargs)
+        elif len(args) != 1 or kwargs or not _is_same_memory(self, args[0]):
             refuse_other_data(self.shard_label)
         return self
 
@@ -253,11 +273,12 @@ class UnshardedParameter(NeverStepped, nn.Parameter):
         handle = self.shard_aliases.handle()
         if handle is not None and id(handle) in memo:
             return _copy_unbuilt(self, memo)
-        memo[id(self)] = _plain(self)
+        found = values_for(self)
+        memo[id(self)] = _plain(self) if found is self else copy.deepcopy(found, memo)
         return memo[id(self)]
 
 
-class NotBuiltParameter(UnshardedParameter):
+class NotBuiltParameter(UnshardedParameter):  # type: ignore[metaclass]
     """What a copied program has kept of a unit, before the copy's first forward."""
 
     __slots__ = ()
@@ -322,7 +343,7 @@ def _check_stands_for(stand_in: GradientAtRest, full: UnshardedParameter | None)
         stand_in._local  # noqa: B018 -- raises
 
 
-class UnshardedDTensor(NeverStepped, DTensor):
+class UnshardedDTensor(Kept, NeverStepped, DTensor):
     """A full DTensor, whose `.grad` follows the gradient at rest as that of others does."""
 
     shard_label: object = "?"
@@ -339,10 +360,28 @@ class UnshardedDTensor(NeverStepped, DTensor):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(_plain(self), memo)
+        found = values_for(self)
+        return copy.deepcopy(_plain(self) if found is self else found, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self).__reduce_ex__(protocol)
+        found = values_for(self)
+        return (_plain(self) if found is self else found).__reduce_ex__(protocol)
+
+    def to_local(self, **kwargs: Any) -> Tensor:
+        """Return the part of what the modules show, as any DTensor's."""
+        found = values_for(self)
+        return super().to_local(**kwargs) if found is self else found.to_local(**kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        """Return the whole of what the modules show, as any DTensor's."""
+        found = values_for(self)
+        return super().full_tensor(**kwargs) if found is self else found.full_tensor(**kwargs)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """Redistribute what the modules show, as any DTensor."""
+        found = values_for(self)
+        redistribute = super().redistribute if found is self else found.redistribute
+        return redistribute(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":  # by torch.utils.swap_tensors, as `Module.to` calls it
@@ -403,12 +442,13 @@ def hold_values(kept: nn.Parameter, dense: Tensor, noted: tuple[object, Aliases,
     flag = dense.is_floating_point() or dense.is_complex()
     set_gradient(kept, None)
     if isinstance(kept, UnshardedParameter):
+        # First: by notes of its own it stands for no other, [Note: Kept objects].
+        kept.shard_label, kept.shard_aliases, kept.shard_position = noted
         Tensor.requires_grad.__set__(kept, False)  # type: ignore[attr-defined] # for integers
         Tensor.data.__set__(kept, dense)  # type: ignore[attr-defined]
         Tensor.requires_grad.__set__(kept, flag)  # type: ignore[attr-defined]
-        kept.shard_label, kept.shard_aliases, kept.shard_position = noted
         kept.shard_alias = None
     elif isinstance(kept, UnshardedDTensor) and isinstance(dense, DTensor):
+        kept.__dict__.update(zip(_NOTES, noted, strict=True))
         kept._local_tensor = dense._local_tensor
         kept.requires_grad_(flag)
-        kept.__dict__.update(zip(_NOTES, noted, strict=True))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from composable_shard.flat_param.kept_params import stand_for, stand_for_itself
+from composable_shard.flat_param.param_classes import UnshardedDTensor, UnshardedParameter
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.shown import (
     SCOPE,
@@ -15,8 +15,10 @@ from composable_shard.flat_param.shown import (
     ShownParams,
     check_flags,
     describe_object,
+    let_stand,
     set_trainable_flags,
 )
+from composable_shard.tensor import share_attributes
 
 
 def enter_scope(shown: ShownParams, full: ScopeParams | None) -> None:
@@ -27,10 +29,10 @@ def enter_scope(shown: ShownParams, full: ScopeParams | None) -> None:
     shown.scope = Scope(params, full, shown.state, [])
     shown.guard.set_in_scope(True)
     for entry, param in zip(shown.entries, params, strict=True):
-        stand_for(entry.unsharded, param)
-    if shown.flat is not None and shown.flat.unsharded is not None:
-        stand_for(shown.flat.unsharded, None)  # made when it is needed
+        if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
+            share_attributes(entry.unsharded, param)
     show_in_scope(shown, params, None)
+    let_stand(shown)
 
 
 def show_in_scope(
@@ -79,13 +81,15 @@ def leave_scope(shown: ShownParams) -> None:
     if shown.scope is None:
         return
     shown.guard.set_in_scope(False)
-    for entry in shown.entries if shown.flat is None else [*shown.entries, shown.flat]:
-        stand_for_itself(entry.unsharded, entry.sharded)
+    for entry in shown.entries:
+        if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
+            share_attributes(entry.unsharded, entry.sharded)
     shown.state = shown.scope.before
     shown.hide_unshown()
     shown.show_again()
     if not shown.shows_flat:
         shown.flat_slot.remove()
+    let_stand(shown)
     shown.scope = None  # last: whoever finds it after an interrupt repeats the rest
 
 

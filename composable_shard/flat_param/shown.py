@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.flat_param.hidden import hide, hide_flat, set_requires_grad, unhide
+from composable_shard.flat_param.kept_params import run_on_shown
+from composable_shard.flat_param.param_classes import Aliases
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.slots import FlatSlot
 from composable_shard.tensor import WriteGuard
+from composable_shard.torch_private import disabled_torch_function
 
 
 class Shown(Enum):
@@ -71,6 +74,7 @@ class ShownParams:
         at_rest: The parameters that users and optimizers hold: the originals, or the flat one.
         scope: The open `unshard_params` scope, if any.
         flat_slot: Where the unit's module shows the flat parameter.
+        notes: Notes that the full parameters share, [Note: Kept objects].
         agreed_flags: `requires_grad` of the entries on all ranks; None before the ranks compared.
         has_early_hooks: Any rank has hooks on gradients; all ranks know, [Note: Early gradients].
     """
@@ -93,6 +97,7 @@ class ShownParams:
         self.shows_flat = shows_flat
         self.at_rest: Sequence[ParamEntry] = entries
         self.scope: Scope | None = None
+        self.notes = Aliases()
         self.agreed_flags: list[bool] | None = None
         self.has_early_hooks = False
         # container, key, at rest, unsharded
@@ -154,6 +159,7 @@ class ShownParams:
         for module_ref, name, _ in self._hidden:
             if (module := module_ref()) is not None:
                 module.__dict__.pop(name, None)
+        self.notes.torch_function = disabled_torch_function
         self.state = UNSHARDED
 
     def show_sharded(self) -> None:
@@ -169,6 +175,7 @@ class ShownParams:
         for module_ref, name, hidden in self._hidden:
             if (module := module_ref()) is not None:
                 module.__dict__[name] = hidden
+        self.notes.torch_function = run_on_shown
         self.state = SHARDED
 
     def show_unsharded_as(self, flat: nn.Parameter | None) -> None:
@@ -259,6 +266,12 @@ class ShownParams:
                 hide(entry.sharded)
         elif self.flat is not None:
             hide_flat(self.flat.sharded)
+
+
+def let_stand(shown: ShownParams) -> None:
+    """Let the full parameters stand for what modules show, unless they show these."""
+    shows_full = shown.state in (UNSHARDED, UNSHARDED_FLAT)
+    shown.notes.torch_function = disabled_torch_function if shows_full else run_on_shown
 
 
 def trainable_flags(shown: ShownParams) -> list[bool]:

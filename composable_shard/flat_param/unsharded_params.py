@@ -9,7 +9,6 @@ from functools import partial
 from operator import gt
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,7 +27,12 @@ from composable_shard.flat_param.param_classes import (
 from composable_shard.flat_param.readers import CONVERSION, HIDDEN_ALIAS, LATE_GRAPH, Readers
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import copy_attributes, own_gradient, set_gradient, share_attributes
-from composable_shard.torch_private import post_accumulate_hooks_of, set_versions, version_of
+from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    post_accumulate_hooks_of,
+    set_versions,
+    version_of,
+)
 
 # The version of a parameter whose value is missing; no graph has saved this version. It is so large
 # that it is recognised in autograd's error.
@@ -43,7 +47,8 @@ def _is_edited_by_data(param: nn.Parameter) -> bool:
 
 def _alias_of(param: nn.Parameter) -> Tensor:
     """Return the parameter's data (of a DTensor: the local part) under its version counter."""
-    alias = torch.Tensor.detach(param)
+    with DisableTorchFunctionSubclass():  # [Note: Kept objects]
+        alias = Tensor.detach(param)
     return alias.to_local() if isinstance(alias, DTensor) else alias
 
 
@@ -151,8 +156,9 @@ class UnshardedParams:
         if any(map(gt, flags, self.flags)):
             self.readers.add(LATE_GRAPH)
         self.flags = list(flags)
-        for param, flag in zip(self.built, flags, strict=True):
-            param.requires_grad_(flag)
+        with DisableTorchFunctionSubclass():  # [Note: Kept objects]
+            for param, flag in zip(self.built, flags, strict=True):
+                Tensor.requires_grad_(param, flag)
         self.aliases.has_new_flags = False
 
     def changed_flags(self) -> dict[int, bool]:

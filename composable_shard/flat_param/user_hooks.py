@@ -9,6 +9,7 @@ from torch import Tensor
 
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.shown import ShownParams
+from composable_shard.tensor import is_trainable
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     post_accumulate_hooks_of,
@@ -27,7 +28,8 @@ def adopt_hooks(shown: ShownParams) -> None:
         )
     for entry in shown.entries:
         if pre_accumulate_hooks_of(entry.sharded) and not entry.runs_hooks:
-            _connect_hooks(entry)
+            with DisableTorchFunctionSubclass():  # [Note: Kept objects]
+                _connect_hooks(entry)
 
 
 def has_gradient_hooks(shown: ShownParams) -> bool:
@@ -54,7 +56,7 @@ def _with_hooks(entries: Sequence[ParamEntry]) -> list[ParamEntry]:
 
 
 def _connect_hooks(entry: ParamEntry) -> None:
-    if entry.unsharded is None or not entry.unsharded.requires_grad:
+    if entry.unsharded is None or not is_trainable(entry.unsharded):
         return
     # Weak, because a user's hook may refer to anything. Not to the parameter itself: `Module.to`
     # can't swap parameters with weak references.
@@ -68,5 +70,5 @@ def _connect_hooks(entry: ParamEntry) -> None:
             gradient = gradient if changed is None else changed
         return gradient
 
-    entry.unsharded.register_hook(run_hooks)
+    Tensor.register_hook(entry.unsharded, run_hooks)  # type: ignore[no-untyped-call]
     entry.runs_hooks = True

@@ -69,7 +69,11 @@ from composable_shard.flat_param import (
 )
 from composable_shard.runtime.gathers import release_after_backward
 from composable_shard.runtime.unit import ShardState, TreeContext
-from composable_shard.torch_private import current_backward_id, will_run_node
+from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
+    current_backward_id,
+    will_run_node,
+)
 
 LATE = 2  # a flag: some rank has gradients of a handle that came after its reduction
 _MAY_CHANGE = 2  # a flag of early gradients
@@ -171,12 +175,13 @@ class Item:
     def will_change(self, index: int) -> bool:
         """Return whether this backward has yet to accumulate the gradient of a parameter."""
         param = self.handle.entries[index].unsharded
-        if param is None or not param.requires_grad or index in self.counted:
-            return False
-        try:
-            return will_run_node(get_gradient_edge(param).node)
-        except RuntimeError:  # autograd.grad() with respect to the parameter
-            return True
+        with DisableTorchFunctionSubclass():  # "Note: Kept objects"
+            if param is None or not param.requires_grad or index in self.counted:
+                return False
+            try:
+                return will_run_node(get_gradient_edge(param).node)
+            except RuntimeError:  # autograd.grad() with respect to the parameter
+                return True
 
 
 class ReductionQueue:

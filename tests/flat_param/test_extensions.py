@@ -412,3 +412,59 @@ def test_reads_behind_no_output(kind: str) -> None:
         model.weight.mul_(2)
     with pytest.raises(RuntimeError, match="were written between a forward and its backward"):
         model.loss.backward()
+
+
+def _kept_by(model: Model, x: Tensor) -> list[Any]:
+    """Return the objects that the model computes with."""
+    kept: list[Any] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda layer, _: kept.append(layer.weight))
+        for layer in (model.first, model.second)
+    ]
+    model(x).sum().backward()
+    for hook in hooks:
+        hook.remove()
+    return kept
+
+
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(1, 2)
+def test_kept_objects_are_the_parameters_at_rest(kind: str, strategy: ShardingStrategy) -> None:
+    """Values after a step, edits, and those of a scope; what reads inner tensors is refused."""
+    x = torch.ones(2, 6)
+    model = shard_model_of_classes(Model(kind), strategy=strategy)
+    kept = _kept_by(model, x)
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    own = [model.first.weight, model.second.weight]
+    with torch.no_grad():
+        for weight, param in zip(kept, own, strict=True):
+            assert_equal((weight * 2).full_tensor(), (param * 2).full_tensor())
+            assert_equal(weight.detach().clone().full_tensor(), param.full_tensor())
+            weight.mul_(3)
+            weight.data.add_(1)
+    if kind == "rows":
+        with pytest.raises(RuntimeError, match=r"'values' of the full parameter 'first\.weight'"):
+            kept[0].values()
+        with pytest.raises(RuntimeError, match=r"'scale' of the full parameter 'first\.weight'"):
+            kept[0].scale  # noqa: B018 -- it raises
+    before = own[0].full_tensor()
+    with unshard_params(model), torch.no_grad():
+        assert_equal(kept[0] * 1, before)
+        kept[0].mul_(2)
+        kept[0][0] = 5
+        assert model.first.weight[0, 0] == 5
+    assert_equal(own[0].full_tensor()[1:], 2 * before[1:])
+    again = _kept_by(model, x)
+    assert all(one is other for one, other in zip(kept, again, strict=True))
+
+
+@distributed(2)
+def test_copies_of_models_that_keep_objects_of_classes_are_refused() -> None:
+    """They would compute with values of the first model."""
+    model = shard_model_of_classes(Model("rows"))
+    model.kept = _kept_by(model, torch.ones(2, 6))
+    with pytest.raises(RuntimeError, match=r"keeps the full parameter 'first\.weight'"):
+        copy.deepcopy(model)
+    del model.kept
+    copy.deepcopy(model)

@@ -44,7 +44,7 @@ from composable_shard.comm.groups import ShardGroup
 from composable_shard.comm.trace import count_collectives
 from composable_shard.flat_param import memory
 from composable_shard.flat_param.host_gradient import HostGradient
-from composable_shard.tensor import WriteGuard
+from composable_shard.tensor import WriteGuard, set_gradient
 from tests.harness.assertions import Planned, assert_equal
 from tests.harness.memory import peak_bytes
 from tests.harness.pairs import pairwise
@@ -438,7 +438,7 @@ def _assert_rounds_agree(*, expect_equal: bool) -> None:
             for value in (1.0, 2.0):
                 # What a late gradient does: pack, reduce, and pack again before publishing.
                 for index, entry in enumerate(handle.entries):
-                    entry.unsharded.grad = torch.full(entry.spec.shape, value)
+                    set_gradient(entry.unsharded, torch.full(entry.spec.shape, value))
                     handle.grads.pack(index, may_overwrite=False)
                 context = fully_shard.state(model.blocks[0]).context
                 handle.grads.issue(None, context.scratch, keep_unsharded=False, is_deferred=False)
