@@ -9,9 +9,8 @@ by byte. Two CPU cores need about three minutes; GPUs and NCCL are used where th
 With `--save-every 50` a run that was stopped or killed goes on with `--resume`, on any ranks.
 
 This file has all that sharding needs; the model and its text are in `language_model.py`, options
-and ranks in `job.py`, printing and drawing in `journal.py`. Before it trains, rank 0 takes the
-first steps alone with an unsharded copy of the model, and the sharded losses have to agree with
-those.
+and ranks in `job.py`, printing and drawing in `journal.py`. First, rank 0 alone takes some steps
+with an unsharded copy of the model, and the sharded losses have to agree with those.
 """
 
 import argparse

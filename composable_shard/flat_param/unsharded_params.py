@@ -232,5 +232,5 @@ class UnshardedParams:
             address = start + offset * self._buffer.element_size()
             param = entry.unsharded
             is_view = not isinstance(param, DTensor) or _alias_of(param).data_ptr() == address
-            if param is not None and param.numel() and not is_view:
+            if not is_view and param is not None and param.numel():
                 refuse_other_data(entry.label)

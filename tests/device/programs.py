@@ -34,6 +34,7 @@ from composable_shard import (
     writeback,
 )
 from composable_shard.comm.hooks import then_call_hook
+from composable_shard.flat_param.kept_params import as_itself
 from composable_shard.options import Granularity
 from tests.common.device import NAME
 from tests.programs.models import EVERYWHERE, FROM_RANK0, Net, shard_blocks, shard_root
@@ -269,8 +270,9 @@ def rounds_on_host() -> None:
         context = fully_shard.state(model.blocks[0]).context  # type: ignore[attr-defined]
         for value in (1.0, 2.0, 3.0):
             for index, entry in enumerate(handle.entries):
-                entry.unsharded.grad = torch.full(entry.spec.shape, value, device=NAME)
-                handle.grads.pack(index, may_overwrite=False)
+                with as_itself(entry.unsharded):
+                    entry.unsharded.grad = torch.full(entry.spec.shape, value, device=NAME)
+                    handle.grads.pack(index, may_overwrite=False)
             handle.grads.issue(
                 context.streams, context.scratch, keep_unsharded=False, is_deferred=False
             )

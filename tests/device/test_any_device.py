@@ -35,12 +35,12 @@ def test_unshard_params_ends() -> None:
 
 @on_device(num_ranks=2)
 def test_reads_of_freed_full_values_raise() -> None:
-    """Of a parameter and a view that a hook keeps, where torch can, as its builds with CUDA can."""
+    """Of a view that a hook keeps, where torch can, as its builds with CUDA can."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))  # on the CPU, where reads would crash
     kept: list[torch.Tensor] = []
 
     def keep(layer: nn.Module, args: object, output: object) -> None:
-        kept.extend((layer.weight, layer.weight.detach().t()))
+        kept.append(layer.weight.detach().t())
 
     model[0].register_forward_hook(keep)
     mesh = init_device_mesh("cpu", (2,))

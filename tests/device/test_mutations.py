@@ -78,6 +78,7 @@ UNFOUND = {
     "LocalShard.write_slice": "a scope has waited, by copies that block (test_offload.py)",
     "FullValues.gather: self.wait()": "without it the state refuses: GATHERING to GATHERING",
     "FullValues.gather: self.wait() (2)": "graphs of gradients keep values; no stream is concerned",
+    "FullValues.is_readable": "without it a kept parameter's shard is read",
     "FullValues.keep_edits: self.wait()": "one rank holds all values: no gather runs",
     "FlatReduction._issue_all_reduce": "a mesh whose ranks have no common group: eight ranks",
     "FlatGradients.issue": "a reduction put off until its unit is gathered again; no program is "
