@@ -112,7 +112,7 @@ GOALS = {
 
 # The most that each figure may be where its goal is missed: lower it when a change gets nearer.
 REACHED = {
-    "lines of the longest module": 625,
+    "lines of the longest module": 540,
     "warm step: functions": 188,
     "stack reads": 5,
     "attributes of a class, most": 24,  # of a shard, what plain parts on another mesh are
