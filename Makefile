@@ -37,7 +37,8 @@ test-fast: $(STAMP)
 # With NaN in memory that nobody may read: freed, just allocated, or written by a gather in flight.
 # Without the tests that count what is allocated and called, and those of the device, which does it itself.
 test-poison: $(STAMP)
-	@COMPOSABLE_SHARD_POISON=1 $(BIN)/python -m pytest -q -m "not counts and not device" $(PARALLEL) $(ARGS)
+	@COMPOSABLE_SHARD_POISON=1 $(BIN)/python -m pytest -q -m "not counts and not device" \
+		--ignore tests/device --ignore tests/benchmarks $(PARALLEL) $(ARGS)
 
 # The tools that tests marked "ecosystem" run; without them these are skipped by name.
 ecosystem: $(VENV)/.ecosystem

@@ -13,6 +13,7 @@ from tests.harness.ranks import distributed
 from tests.programs.models import loss_of, make_net
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @distributed(2)
 def test_profiles_have_ranges_with_names(strategy: str) -> None:

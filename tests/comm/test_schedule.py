@@ -348,6 +348,7 @@ def test_a_step_copies_each_gradient_once_and_nothing_else() -> None:
     assert copied <= sum(param.numel() * 4 for param in model.parameters()) + 64
 
 
+@pytest.mark.counts
 @distributed(2)
 def test_a_forward_that_fails_in_any_operation_leaves_nothing_gathered() -> None:
     """Neither of the unit whose gather failed, nor of those ahead."""
