@@ -297,9 +297,8 @@ class FullValues:
         if gather is not None:
             collectives.abandon(gather)
         elif self.is_sharded:
-            collectives.wait_for_interrupted(
-                self.shard.shard_group.group
-            )  # an interrupt may have lost one
+            # An interrupt may have lost one.
+            collectives.wait_for_interrupted(self.shard.shard_group.group)
         if streams is not None:
             torch.accelerator.current_stream().wait_stream(streams.unshard_stream)
         self._gather = self._part = None
