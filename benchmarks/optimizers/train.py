@@ -54,6 +54,7 @@ from benchmarks import report
 from benchmarks.optimizers.lists import BOTH, CLOSURE, GRAPH, LOSS, Case, all_cases
 from composable_shard import ShardingStrategy, fully_shard, register_orig_params
 from composable_shard.tensor.gathering import gathered_in_step
+from tests.common.models import MixedNet
 
 NUM_RANKS, LIMIT_S, GROUP_TIMEOUT_S = 2, 240, 20
 RIGHT, CLOSE = 1e-3, 2e-2
@@ -71,25 +72,7 @@ UNSHARDED = (PLAIN, NUDGED)
 VERDICTS = ("right", "rounding", "close", "refused", "different", "uneven")
 
 
-class Net(nn.Module):
-    """Parameters of one to three dimensions, of which rows and elements don't divide evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(40, 16)
-        self.a = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.LayerNorm(24))
-        self.c = nn.Conv1d(24, 12, 3, padding=1)
-        self.b = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 16, bias=False))
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, words: Tensor) -> Tensor:
-        hidden = self.a(self.emb(words))
-        hidden = self.c(hidden.transpose(1, 2)).transpose(1, 2)
-        logits: Tensor = self.head(self.b(hidden))
-        return logits
-
-
-def _shard(model: Net, mode: str) -> None:
+def _shard(model: MixedNet, mode: str) -> None:
     if mode in UNSHARDED:
         if mode == NUDGED:
             nn.utils.vector_to_parameters(
@@ -101,7 +84,7 @@ def _shard(model: Net, mode: str) -> None:
         shard(module, **MODES[mode])
 
 
-def _values(model: Net, mode: str) -> dict[str, Tensor]:
+def _values(model: MixedNet, mode: str) -> dict[str, Tensor]:
     """Return the whole parameters."""
     if mode == "flat":
         register_orig_params(model)
@@ -112,7 +95,7 @@ def _values(model: Net, mode: str) -> dict[str, Tensor]:
     }
 
 
-def _loss(model: Net, step: int) -> Tensor:
+def _loss(model: MixedNet, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 + step)
     words = torch.randint(0, 40, (6, 7), generator=generator)
     classes = torch.randint(0, 10, (6, 7), generator=generator)
@@ -122,7 +105,7 @@ def _loss(model: Net, step: int) -> Tensor:
 def _train(case: Case, mode: str) -> tuple[dict[str, Tensor], int]:
     """Return the trained parameters, and the bytes that the last step has gathered at rest."""
     torch.manual_seed(0)
-    model = Net()
+    model = MixedNet()
     _shard(model, mode)
     optimizer = case.build(model)
     if callable(getattr(optimizer, "train", None)):
@@ -137,7 +120,7 @@ def _train(case: Case, mode: str) -> tuple[dict[str, Tensor], int]:
     return _values(model, mode), nbytes
 
 
-def _step(kind: str, model: Net, optimizer: Any, step: int) -> None:
+def _step(kind: str, model: MixedNet, optimizer: Any, step: int) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = _loss(model, step)
@@ -264,7 +247,7 @@ def _difference(plain: _Ended, name: str, value: Any) -> float:
 @cache
 def _start() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return _values(Net(), PLAIN)
+    return _values(MixedNet(), PLAIN)
 
 
 class Results:
@@ -384,7 +367,7 @@ def _write_page(page: Path, cases: Sequence[Case], results: Results) -> None:
     ran = [case for case in cases if (case.name, "element") in rows]
     groups: dict[str, list[list[str]]] = {}
     reasons = []
-    size = sum(param.nbytes for param in Net().parameters())
+    size = sum(param.nbytes for param in MixedNet().parameters())
     for case in ran:
         row, (module, _, name) = rows[case.name, "element"], case.name.partition(".")
         columns = groups.setdefault(module, [[], [], []])

@@ -228,3 +228,21 @@ def make_batch(name: str, rank: int) -> tuple[Tensor, Tensor]:
 def param_nbytes(model: nn.Module) -> int:
     """Return P, the bytes of all parameters."""
     return sum(param.nbytes for param in model.parameters())
+
+
+class MixedNet(nn.Module):
+    """Parameters of one to three dimensions, of which rows and elements don't divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(40, 16)
+        self.a = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.LayerNorm(24))
+        self.c = nn.Conv1d(24, 12, 3, padding=1)
+        self.b = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 16, bias=False))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.a(self.emb(words))
+        hidden = self.c(hidden.transpose(1, 2)).transpose(1, 2)
+        logits: Tensor = self.head(self.b(hidden))
+        return logits

@@ -35,6 +35,7 @@ from composable_shard import (
     save_checkpoint,
     set_optimizer_state_dict,
 )
+from tests.common.models import MixedNet
 
 _LIMIT_S = 90
 _NUM_STEPS, _SAVED_AT = 6, 3
@@ -46,23 +47,6 @@ MODES: dict[str, dict[str, Any]] = {
     "world": {},  # resumes on one rank
     "dict": {},  # by full state dicts
 }
-
-
-class _MixedNet(nn.Module):
-    """Parameters of one to three dims."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.Embedding(40, 16)
-        self.a = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.LayerNorm(24))
-        self.c = nn.Conv1d(24, 12, 3, padding=1)
-        self.b = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 16, bias=False))
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.a(self.emb(x))
-        h = self.c(h.transpose(1, 2)).transpose(1, 2)
-        return self.head(self.b(h))
 
 
 def _shared_loss(model: nn.Module, step: int) -> Tensor:
@@ -103,7 +87,7 @@ class _Resumed:
 
     def __init__(self, make: Callable[[nn.Module], Any], options: dict[str, Any] | None) -> None:
         torch.manual_seed(0)
-        self.model = _MixedNet()
+        self.model = MixedNet()
         if options is not None:
             for module in (self.model.a, self.model.c, self.model.b, self.model):
                 fully_shard(module, **options)
