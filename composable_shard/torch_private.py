@@ -312,6 +312,12 @@ class _GuardedNames(set[str]):
         return super().__contains__(name)
 
 
+def fsdp_classes() -> tuple[type, ...]:
+    """Return the classes of modules that torch's FSDP shards; none if nothing has imported it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return () if fsdp is None else (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+
+
 def running(module: str, function: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the local variables of others' functions that run on this thread, innermost first.
 

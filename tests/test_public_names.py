@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -141,3 +143,14 @@ def test_a_torch_newer_than_those_tried_is_warned_of() -> None:
         warnings.simplefilter("error")
         for version in ("2.11.0", "2.15.1+cu132"):
             warn_of_newer(version)
+
+
+def test_importing_the_package_imports_no_checkpoint_and_no_fsdp_of_torch() -> None:
+    """They take as long as all of the package; what saves, and what shards by FSDP, has them."""
+    code = (
+        "import sys, composable_shard;"
+        "print([n for n in sys.modules if n in"
+        " ('torch.distributed.checkpoint', 'torch.distributed.fsdp')])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]"

@@ -7,7 +7,6 @@ from types import CodeType
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
@@ -17,7 +16,7 @@ from composable_shard.construct.originals import Original, Plan, values_of
 from composable_shard.flat_param import Extension, UnshardedParameter, is_shown_by_scope
 from composable_shard.runtime import find_applied, read_state
 from composable_shard.tensor import refuse_flat_dtensors
-from composable_shard.torch_private import post_accumulate_hooks_of, storage_of
+from composable_shard.torch_private import fsdp_classes, post_accumulate_hooks_of, storage_of
 
 FLAT_PARAM_NAME = "_flat_param"
 
@@ -76,8 +75,9 @@ def check_modules(modules: list[nn.Module]) -> None:
                 "fully_shard on a module around it, whose forward calls it, or call "
                 "super().__call__ there."
             )
+        others = fsdp_classes()
         for name, child in module.named_modules():
-            if isinstance(child, (FSDPModule, FullyShardedDataParallel)):
+            if isinstance(child, others):
                 raise ValueError(
                     f"'{name or kind}' is sharded by torch's FSDP already; "
                     "shard a tree with one library only"

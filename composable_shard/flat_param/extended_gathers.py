@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import SmallGroup, Streams, Then, Waitable, collectives
@@ -138,8 +137,10 @@ class Codec:
         wrapped = self._extension.wrap(rows)
         given: tuple[Any, ...] = (self._mesh,)
         if len(signature(wrapped.fsdp_pre_all_gather).parameters) > 1:
+            from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 -- few need it
+
             module = next(place.module() for *_, place in self._entry.slots if place is not None)
-            policy = TorchMixedPrecisionPolicy(self._dtype)
+            policy = MixedPrecisionPolicy(self._dtype)
             given = self._mesh, spec.dense_shape, spec.dense_stride, module, policy
         # A gather in an evaluation may serve a later backward.
         with torch.inference_mode(False), torch.no_grad():

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,9 +26,7 @@ from composable_shard.flat_param import UnshardedParameter, slot_key
 from composable_shard.runtime.tree import find_applied, get_states, read_state
 from composable_shard.runtime.unit import ShardState
 from composable_shard.tensor import FlatShard
-from composable_shard.torch_private import modules_of, parameters_of
-
-_OTHER_LIBRARIES = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
+from composable_shard.torch_private import fsdp_classes, modules_of, parameters_of
 
 _Place = tuple[str, nn.Module, str, Tensor]  # a parameter's name, its module, its key there
 
@@ -77,7 +74,7 @@ def _iter_unknown(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Itera
     if module in seen:
         return
     seen.add(module)
-    if isinstance(module, _OTHER_LIBRARIES):
+    if isinstance(module, (DistributedDataParallel, *fsdp_classes())):
         return
     # Our own mark is found too. Below a unit there may be parameters that came later.
     if read_state(module) is None and find_applied(module) is not None:

@@ -11,16 +11,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from composable_shard.layout import (
     Box,
@@ -31,6 +25,10 @@ from composable_shard.torch_private import (
     is_traceable_wrapper_subclass,
     running,
 )
+
+if TYPE_CHECKING:  # a program that saves imports DCP, and one that does not need not wait for it
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 _OWN_FIELDS = frozenset({"_local", "_shard_spec", "_guard", "_row_tail"})
 
@@ -198,6 +196,8 @@ def _chunks(spec: ShardSpec) -> list[tuple[ChunkStorageMetadata, Box]]:
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
     """Return a box as DCP writes it."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata  # noqa: PLC0415 -- see above
+
     return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
@@ -205,12 +205,14 @@ def write_items(
     fqn: str, dtype: torch.dtype, shape: torch.Size, chunks: Sequence[ChunkStorageMetadata]
 ) -> list[WriteItem]:
     """Return write items for parts of a tensor, for DCP."""
-    properties = TensorProperties(dtype=dtype)
+    from torch.distributed.checkpoint import metadata, planner  # noqa: PLC0415 -- see above
+
+    properties = metadata.TensorProperties(dtype=dtype)
     return [
-        WriteItem(
-            index=MetadataIndex(fqn, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk, properties, shape),
+        planner.WriteItem(
+            index=metadata.MetadataIndex(fqn, chunk.offsets),
+            type=planner.WriteItemType.SHARD,
+            tensor_data=planner.TensorWriteData(chunk, properties, shape),
         )
         for chunk in chunks
     ]

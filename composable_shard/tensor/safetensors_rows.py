@@ -13,18 +13,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
 
 from composable_shard.comm import all_gather_uneven, resolve_group
 from composable_shard.tensor.checkpointable import Checkpointable, chunk_of, write_items
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import running
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 _REMEDY = (
     "save_safetensors(model, directory), called on all ranks, writes safetensors of any sharding."
