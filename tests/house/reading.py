@@ -41,7 +41,8 @@ MANY_BRANCHES = 6
 
 # A word with a dot in front is one that only an attribute is.
 FEATURES = {
-    "flat form": r"shows_flat|flat_slot|Flat(Entry|Slot|Form)|\w+_FLAT|use_orig_params|\.flat|"
+    "flat form": r"shows_flat|flat_slot|Flat(Entry|Slot|Form|Place)|OriginalsAgain|\w+_FLAT|"
+    r"FLAT_\w+|use_orig_params|\.flat|"
     r"(\w+_)?(show|hide|set|make)_(flat|originals)(_\w+)?",
     "pending gradients": r"is_unsynced|marks|PendingGradient|postpone|waits_for_reduction|"
     r"((un)?mark|forget|drop|hide|show)_pending(_\w+)?|pending_values",
@@ -58,19 +59,18 @@ FEATURES = {
 # that names none must go on doing so, and a feature that has left a file leaves the list too.
 READING_PATH: dict[str, set[str]] = {
     "construct/forming.py": {"flat form", "buckets", "small group"},
-    "construct/build.py": {"flat form"},
+    "construct/build.py": set(),
     "layout/flat_layout.py": set(),
-    "flat_param/handle.py": {
-        *("flat form", "pending gradients", "scopes", "small group", "second stage")
-    },
+    "flat_param/handle.py": {"pending gradients", "scopes", "small group", "second stage"},
     "runtime/unit.py": {"scopes", "buckets", "agreed order"},
     "runtime/forward.py": {"scopes", "agreed order"},
     "runtime/gathers.py": {"small group"},
     "flat_param/full_values.py": {"small group"},
     "comm/collectives.py": set(),
-    "flat_param/shown.py": {"flat form", "scopes", "early hooks"},
+    "flat_param/shown.py": {"scopes", "early hooks"},
+    "flat_param/form.py": {"scopes"},
     "runtime/backward.py": {"scopes", "buckets", "early hooks"},
-    "flat_param/gradients.py": {"flat form", "pending gradients", "second stage"},
+    "flat_param/gradients.py": {"pending gradients", "second stage"},
     "runtime/reduction_queue.py": {
         *("pending gradients", "buckets", "early hooks", "agreed order", "second stage")
     },
