@@ -1,12 +1,23 @@
-"""Saves that run in the background, and the calls that wait for them."""
+"""Saves that run in the background, and the calls that wait for them.
+
+[Note: Staging memory]
+Training waits while a save copies what it will write. Most of that time goes to fresh memory, whose
+pages the system must find and clear. So a rank's copies stay where they are, and the next save
+overwrites them: it has waited for the one before.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from composable_shard.checkpoint.draft import Item
 from composable_shard.comm import HostGroup, get_host_group
+from composable_shard.tensor import local_part
 
 
 class CheckpointSave:
@@ -58,6 +69,24 @@ class CheckpointSave:
         error = None if self._is_told else self._error
         self._is_told = True
         return error
+
+
+def copy_to_host(group: HostGroup, items: Sequence[Item]) -> None:
+    """Copy the values of items, so that training may overwrite them: [Note: Staging memory]."""
+    kept: dict[str, Tensor] = group.swap_staging({})
+    names = {item.name for item in items}
+    kept = {name: copy for name, copy in kept.items() if name in names}  # the others are freed
+    for item in items:
+        item.values = _copied(local_part(item.values), kept.pop(item.name, None))
+    group.swap_staging({x.name: x.values for x in items if type(x.values) is Tensor})
+
+
+def _copied(value: Tensor, memory: Tensor | None) -> Tensor:
+    is_like = memory is not None and (memory.shape, memory.dtype) == (value.shape, value.dtype)
+    if memory is None or not is_like or type(value) is not Tensor:
+        return value.to("cpu", copy=True)
+    with torch.no_grad():
+        return memory.copy_(value)
 
 
 def quiet_group() -> HostGroup:

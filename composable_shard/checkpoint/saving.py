@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.checkpoint.background_save import CheckpointSave, quiet_group
+from composable_shard.checkpoint.background_save import CheckpointSave, copy_to_host, quiet_group
 from composable_shard.checkpoint.draft import ModelOwners, SaveArguments, list_items
 from composable_shard.checkpoint.objects import (
     OneOrMore,
@@ -77,7 +77,8 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         keep_last: Keep only the last n checkpoints of this run, and of the one it was loaded from.
             Default: keep all.
         async_op: Copy this rank's part to host memory and return; a thread writes it. At most one
-            such copy exists: the next call waits for the previous save.
+            such copy exists, and its memory is kept: the next call waits for the previous save,
+            and copies into it.
 
     Returns:
         The checkpoint's directory; with `async_op` a `CheckpointSave` to wait for, also after
@@ -123,7 +124,7 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     if not async_op:
         return write_checkpoint(group, plan, keep_last, None)
     try:
-        plan.copy_to_host()
+        copy_to_host(group, plan.items)
     except Exception as caught:  # out of memory: raised on all ranks in the background
         error = caught
     save = CheckpointSave(lambda: write_checkpoint(group, plan, keep_last, error))

@@ -76,11 +76,6 @@ class SavePlan:
     # On rank 0, the metadata's `tree`, and its `tensors` without their pieces
     content: dict[str, Any] = field(default_factory=dict)
 
-    def copy_to_host(self) -> None:
-        """Copy all values, so that training may overwrite the tensors."""
-        for item in self.items:
-            item.values = local_part(item.values).to("cpu", copy=True)
-
 
 def plan_save(
     group: HostGroup, step: int, tree: dict[str, Any], items: list[Item], arguments: SaveArguments

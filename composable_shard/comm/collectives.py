@@ -1,8 +1,9 @@
-"""Every collective that is issued once, one function each.
+"""Collectives that nothing prepares, one function each: all-reduces, broadcasts, occasional ones.
 
-`AllGather` and `ReduceScatter` are prepared once and started in each step. All call the process
-group's own methods, which are the same in every supported torch version (2.13 renames the Python
-functions above them) and cost less host time.
+The gather and the reduction of a unit, `AllGather` and `ReduceScatter` of `algorithms`, are
+prepared once and started in each step. All call the process group's own methods, which are the same
+in every supported torch version (2.13 renames the Python functions above them) and cost less host
+time.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ class HostGroup(Ranks):
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
         self._pending: Any = None
+        self._staging: dict[str, Tensor] = {}
         self.run = uuid.uuid4().hex[:12]  # a random name of the run; rank 0's counts
 
     @property
@@ -55,6 +56,11 @@ class HostGroup(Ranks):
     def swap_pending(self, save: Any) -> Any:
         """Note the save that runs in the background, or None; return the one noted before."""
         before, self._pending = self._pending, save
+        return before
+
+    def swap_staging(self, copies: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Keep the memory of a save's copies, by name; return what was kept before."""
+        before, self._staging = self._staging, copies
         return before
 
     def all_messages(self, message: Any) -> list[Any]:

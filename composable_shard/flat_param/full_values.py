@@ -73,7 +73,7 @@ class FullState(Enum):
     STALE = "full values of shards that were written since"
     PARTIAL = "no full values; this rank keeps its part for a small group"
     HOLDS_GRADIENTS = "gradients in the place of values, [Note: Packing in place]"
-    HOLDS_TERMS = "other ranks' terms of a reduction whose gradients are elsewhere"
+    HOLDS_TERMS = "scratch memory of a reduction: what other ranks sent of gradients elsewhere"
 
     __hash__ = object.__hash__  # Enum's own is a slow Python function
 
@@ -99,7 +99,9 @@ class FullValues:
     Args:
         shard: The shard to gather.
         buffer: Shape `(layout.padded_numel,)`.
-        output: An alias of `buffer` with its own version counter, [Note: Storage and autograd].
+        output: The same memory for collectives: what they write to it changes no version that
+            autograd has saved, [Note: Storage and autograd]. A gather's output; for gradients in
+            the place of values the input of their reduction.
         own_part: Shape `(layout.shard_numel,)`, this rank's part of `output`.
         is_kept: The buffer is never freed, see [Note: Kept buffers].
 
@@ -111,7 +113,9 @@ class FullValues:
         has_separate_shard: The local shard is never part of the buffer.
         is_whole: The local shard is the buffer, so that nothing needs to be filled.
         small_group: The ranks that hold all values once between forward and backward, if any.
-        readers: Who may still read the values.
+        readers: Who may still read the values: claims by name, and kinds as bits. Between a
+            unit's forward and its backward a plain step has none: autograd's saved tensors are
+            spared by the order of nodes, and by versions.
         params: The parameters that are views of the buffer.
     """
 
@@ -386,8 +390,8 @@ class FullValues:
     def hold_gradients(self) -> None:
         """Let gradients take the place of the values one by one, see [Note: Packing in place].
 
-        The others are still read, so nothing is locked here: packing writes through the parameters,
-        which changes their versions.
+        The others are still read, so no version is set here: packing writes through the parameters,
+        which changes theirs. `is_locked` lets the next `wait` set them all.
         """
         if self.state is not HOLDS_GRADIENTS:
             self.move(HOLDS_GRADIENTS)

@@ -40,18 +40,26 @@ from composable_shard.torch_private import version_of
 class FlatGradients:
     """The gradients of one flat parameter during a backward pass.
 
-    Gradients are packed into one buffer as autograd produces them. `issue` starts their reduction,
-    `finish` adds the result to `reduced`, and `publish` sets the sharded parameters' `.grad` from
-    it. A second round in the same backward (a gradient that arrives late) adds to `reduced` too.
+    A *round* is the gradients from the first one until the reduction that takes them. Where their
+    bytes are, under FULL_SHARD without options:
 
-    [Note: Packing in place] and [Note: Persistent gradients] say which buffer that is. Gradients
-    that a backward does not reduce are packed too: the round stays open until one does. At rest all
+    - as autograd produces one: in memory of its own, full size, until it is packed at once;
+    - packed: in the place of its value in `full.buffer`, whose last reader has run (`IN_VALUES`,
+      [Note: Packing in place]); where values are still read or dtypes differ, in `_own.buffer`;
+    - from `issue` on: there still, read by the reduction, which writes `reduction.output`, this
+      rank's part; the other one of the two buffers may be its scratch memory;
+    - after `advance` or `finish`: `reduced`, the same part; both buffers are freed;
+    - after `publish`, at the end of the backward: the parameters' `.grad`, views of `reduced`.
+
+    A second round in the same backward (a gradient that arrives late) adds to `reduced` too. With a
+    strategy that keeps gradients the buffer stays, [Note: Persistent gradients]. Gradients that a
+    backward does not reduce are packed too: the round stays open until one does. At rest all
     waiting gradients are packed or in `reduction.partial`, [Note: Pending gradients].
 
     Attributes:
         arrived: For each parameter, whether its gradient is in the buffer.
         was_used: Whether it got a gradient in an earlier round since the last `publish`.
-        views: Places in the round's buffer, in dense shapes; None between rounds.
+        views: Places in the round's buffer, in dense shapes; None while no gradient is packed.
         reduced: Shape `(layout.shard_numel,)`, or None before the first `finish`.
         reduction: Reduces the buffer.
         is_persistent: The buffer stays, see [Note: Persistent gradients].
@@ -192,7 +200,7 @@ class FlatGradients:
     # From unsharded gradients to the reduced shard
 
     def pack(self, index: int, *, may_overwrite: bool) -> None:
-        """Move the accumulated gradient of parameter `index` into the reduce buffer.
+        """Move the accumulated gradient of parameter `index` into the round's buffer.
 
         With `may_overwrite` it may take the place of the value, see [Note: Packing in place].
 
@@ -209,7 +217,8 @@ class FlatGradients:
         self.has_graph = self.has_graph or gradient.requires_grad
         if self.views is None:
             self._begin_round()
-        # Dropped at once: a unit never holds its gradients twice.
+        # Dropped at once, so that a unit never holds its gradients twice; a round that could not
+        # begin has left it.
         set_gradient(unsharded, None)  # type: ignore[arg-type]
         if not packing.is_plain:
             gradient = local_gradient(gradient, entry.spec)
@@ -236,7 +245,7 @@ class FlatGradients:
             self.arrived[index] = True
 
     def set_direct(self, flag: bool) -> None:
-        """Choose whether gradients go into the open round without a call of the runtime."""
+        """Choose whether the hooks of the full parameters call `pack_further` first."""
         packing = self.packing
         is_plain = packing is not None and packing.is_plain
         self.is_direct = flag and self.views is not None and is_plain
@@ -380,7 +389,10 @@ class FlatGradients:
         return scratch[:numel]
 
     def advance(self) -> None:
-        """Wait until the reduction in flight, if any, needs no buffer; free the buffers."""
+        """Wait until the reduction in flight, if any, needs no buffer; free the buffers.
+
+        Where no rank has a copy of the shard this is `finish`, and the result is in `reduced`.
+        """
         if self.reduction.output is None:
             return
         if not self.reduction.shard_group.replicate_groups:
@@ -470,7 +482,7 @@ class FlatGradients:
         self.free_buffers()
 
     def close(self) -> None:
-        """End the round; the next gradient begins a new one."""
+        """Take no more gradients into the round; the next one begins another."""
         self.was_used = self.arrived if all(self.arrived) else self.used
         self.arrived = [False] * len(self.arrived)
         self.views = None

@@ -51,7 +51,7 @@ class FlatParamHandle:
 
     At rest it holds this rank's shard. `unshard` gathers the full values into one buffer, and
     `full.free` frees them; `shown` decides which of the two forms the modules show. Gradients are
-    packed one by one into the reduce buffer and reduced together. Functions that involve several of
+    packed one by one into one buffer and reduced together. Functions that involve several of
     these parts are here.
 
     Attributes:
@@ -73,7 +73,7 @@ class FlatParamHandle:
         initial: Checksums of the values that `fully_shard` found, until the ranks are compared.
         has_fixed_owners: Whether the owners of whole parameters are final.
         is_attached: The unsharded parameters and their hooks exist.
-        on_gradient: Called for each parameter's gradient, see `attach`.
+        on_gradient: Called for the first gradient of a round at least, see `attach`.
         drop_gradient: Called for each gradient that the user drops, see `attach`.
         is_sharded: False if each rank holds everything: then nothing is gathered.
         is_kept: The unsharded buffer is never freed, see [Note: Kept buffers].
@@ -253,7 +253,8 @@ class FlatParamHandle:
 
         Args:
             on_gradient: Called as `on_gradient(handle, index)` when the full gradient of a
-                parameter has been accumulated, in the thread that runs the backward.
+                parameter has been accumulated, in the thread that runs the backward; not for those
+                that `grads.pack_further` takes, most of them.
             drop_gradient: Called likewise when the user drops the gradient of a full parameter.
         """
         self.on_gradient, self.drop_gradient = on_gradient, drop_gradient
@@ -271,7 +272,7 @@ class FlatParamHandle:
         full.params.build(self.entries)
         self.shown.index_slots()
         if not self.is_kept:
-            # Free it before the gradients' own buffer is made: only one has memory at a time.
+            # Before the gradients' own buffer is made, so that this call never holds both.
             free_storage(full.buffer)
         # Weak: the leaf holds its hooks where the garbage collector cannot see them, and the
         # handle holds the leaf; one strong reference would leak the unit for ever.

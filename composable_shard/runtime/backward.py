@@ -142,7 +142,11 @@ def recompute(state: ShardState) -> None:
 
 
 def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, index: int) -> None:
-    """Pack the gradient of parameter `index`; issue reductions that it makes due."""
+    """Pack the gradient of parameter `index`; issue reductions that it makes due.
+
+    Of a plain unit it is called for the first gradient alone: `_pack` lets the others go straight
+    to `FlatGradients.pack_further`, and the end of the unit starts the reduction.
+    """
     state = state_ref()
     if state is None or state.context is None:
         return
@@ -175,7 +179,7 @@ def _enter(state: ShardState, handle: FlatParamHandle, index: int) -> tuple[Back
 
 
 def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -> None:
-    """Move a gradient into the reduce buffer; later ones go there directly where allowed."""
+    """Move a gradient into the round's buffer; later ones go there directly where allowed."""
     state, handle = item.state, item.handle
     if torch.is_grad_enabled():
         # create_graph: the packed copy must not become part of the graph.

@@ -5,8 +5,9 @@ A unit's gradients are reduced and its parameters freed when the backward no lon
 Gradients don't show when that is: a parameter may get one on some ranks only, and all ranks must
 issue the same collectives in the same order. The forward does: the autograd engine runs the node
 recorded last first. Calls of units are numbered as they begin. When the backward reaches an output
-of call k, every unit whose first call began after k had ended is over, on all ranks. The remaining
-units end with the backward. A parameter without a gradient counts as zero.
+of call k, every unit whose first call began after k had ended is over, on all ranks: after calls of
+root 0, A 1 and B 2, an output of A ends B. The remaining units, here A and the root, end with the
+backward. A parameter without a gradient counts as zero.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ class BackwardPass:
             handle.grads.postpone()
             self.waiting[handle] = None
         item.counted.clear()
+        # Memory that gradients took from the values stays until their reduction has read it.
         release_after_backward(handle)
         if item.state.training_state is TrainingState.PRE_BACKWARD:
             item.state.transition(TrainingState.POST_BACKWARD)

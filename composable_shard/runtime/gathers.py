@@ -175,7 +175,9 @@ def drop_prefetched(
 
 
 def release_handle(handle: FlatParamHandle, *, is_backward_next: bool = False) -> None:
-    """Show the sharded parameters and free the full ones, unless a forward still needs them.
+    """Show the sharded parameters and free the full values, unless a forward still needs them.
+
+    Values that gradients have overwritten, or whose memory a reduction uses, are not freed here.
 
     With `is_backward_next` the part stays that the policy keeps for a backward, if any.
     """

@@ -5,8 +5,8 @@ All ranks must issue the same collectives in the same order, but gradients come 
 other ranks, or never. So a reduction is issued when its gradients are ready, and all reductions
 before it in an order that the ranks agree on have been issued:
 
-- A handle whose unit frees its gradients' buffer is ready when the unit is over. The units' ends
-  are the order, [Note: End of a unit].
+- A handle whose gradients have no persistent buffer, the default, is ready when the unit is over.
+  The units' ends are the order, [Note: End of a unit], so it is issued at once and never waits.
 - A handle with a persistent buffer can wait, [Note: Agreed order].
 - A bucket is ready when autograd has accumulated all its gradients. [Note: Buckets]
 
@@ -108,8 +108,9 @@ class Item:
         is_reduced: The backward reduces the gradients; otherwise they stay unsharded.
         is_agreed: They are reduced in the agreed order, [Note: Agreed order].
         stage: How far they are.
-        ends_with: Number of the call with which the handle ends, or `NO_CALL`, or `NOT_OPEN`.
-        counted: Parameters whose gradients have come, where that counts.
+        ends_with: Number of the unit's first call: the handle ends when the backward has passed it.
+            `NO_CALL`: with the backward. `NOT_OPEN`: the backward has not reached it, or is over.
+        counted: Parameters whose gradients have come, where their number starts a reduction.
         had_all: Its last reduction was issued after autograd had run all nodes of the backward.
         flags: The flag reduction of early gradients, in flight.
         num_ended: Handles that have ended since `flags` was issued.
@@ -333,7 +334,7 @@ class ReductionQueue:
             item.stage = OPEN
 
     def end(self, item: Item) -> None:
-        """Note that a unit is over, so that its handle is ready, if no bucket was ready before."""
+        """Reduce the handle of a unit that is over, now or when it is first in the agreed order."""
         if self._flagged or item.handle.shown.has_early_hooks:
             self._flag(item)
         is_asked = self.is_ending and self.asks_for_late and item in self.issued
@@ -353,7 +354,7 @@ class ReductionQueue:
         self.advance()
         self.issued.pop(item, None)
         context, handle = self._context, item.handle
-        # Packing in place overwrote the values.
+        # Early, its unit may still compute: the values stay, unless gradients have their place.
         keeps = handle.grads.round is not Round.IN_VALUES if is_early else item.keeps_values
         handle.grads.issue(
             context.streams,

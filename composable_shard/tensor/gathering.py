@@ -7,6 +7,13 @@ The whole tensors live as long as the op. All ranks must call the op, as any col
 
 A gather is announced where users can see it: once for each line that calls such an op, or once for
 each optimizer, with the bytes of its first step.
+
+[Note: Kept wholes]
+A result in the shape of an operand is cut, so that an optimizer may keep it as state. The steps of
+a Newton-Schulz iteration read such a result at once, several times, and would gather it each time.
+So inside an optimizer's step the whole result stays for the next few ops, until its shard is
+written or freed. All ranks must decide alike: a whole leaves after a number of results, whatever
+of them is still alive, and the ops that bump no version counter (lists, fused steps) drop all.
 """
 
 from __future__ import annotations
@@ -131,6 +138,8 @@ def view_of_whole(shard: FlatShard, whole: Tensor) -> Tensor:
 def gather_bases(func: OpOverload, shards: Sequence[FlatShard]) -> dict[int, Tensor]:
     """Gather the tensors that an op needs, and announce it; a collective, for all ranks.
 
+    What is kept of earlier ops is not gathered again, [Note: Kept wholes].
+
     Returns:
         The whole tensor of each base, by the base's `id`. One that this rank holds whole shares
         memory with it; the others are copies.
@@ -143,8 +152,10 @@ def gather_bases(func: OpOverload, shards: Sequence[FlatShard]) -> dict[int, Ten
     firsts: dict[Any, FlatShard] = {}
     same = {key: firsts.setdefault(_elements_of(base), base) for key, base in bases.items()}
     distinct = {key: base for key, base in bases.items() if same[key] is base}
+    kept = RUNNING.wholes.of(distinct) if RUNNING.wholes else {}
+    distinct = {key: base for key, base in distinct.items() if key not in kept}
     _announce(func, [base for base in distinct.values() if base._shard_spec.world_size > 1])
-    wholes = _gather_distinct(distinct)
+    wholes = kept | _gather_distinct(distinct)
     for key, base in bases.items():
         if key not in wholes:
             first, spec = wholes[id(same[key])], base._shard_spec

@@ -108,6 +108,7 @@ def _begin_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         outer = outer[:-1]
     if not outer and RUNNING.gathered_nbytes:
         RUNNING.pop_gathered()  # a step that failed may have left some
+        RUNNING.wholes.drop()
     if RUNNING.numbers and not outer:  # of a step that failed
         end_numbers()
     RUNNING.steps = (*outer, (reference, COMPARED.number))
@@ -119,6 +120,7 @@ def _end_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any
         _note_owned_writes(optimizer)
     if RUNNING.gathered_nbytes:
         announce_step(optimizer)
+        RUNNING.wholes.drop()
     if RUNNING.numbers:
         end_numbers()
     RUNNING.steps = RUNNING.steps[:-1]

@@ -25,6 +25,7 @@ from composable_shard.tensor.operands import (
 )
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole, Rule
 from composable_shard.tensor.shard_spec import ShardSpec
+from composable_shard.tensor.write_guard import RUNNING
 from composable_shard.torch_private import (
     OpOverload,
     VariableFunctions,
@@ -201,6 +202,8 @@ class _ListRule:
                 raise unsupported(func, args)
 
     def _note_writes(self, args: tuple[Any, ...]) -> None:
+        if RUNNING.wholes:
+            RUNNING.wholes.drop()  # lists bump no version counters
         for place in self._written:
             items = args[place] if place < len(args) else ()
             try:

@@ -51,6 +51,8 @@ def _run_gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     written = shards_in(list(_written(func, args, kwargs)))
     for shard in written:  # may raise: before anything is sent
         note_write(shard)
+    if written:
+        RUNNING.wholes.drop()
     wholes = gather_bases(func, shards)
     originals: dict[int, Tensor] = {}  # the operand of each whole tensor
 
@@ -85,7 +87,10 @@ def _cut(result: Any, shards: list[FlatShard]) -> Any:
     for spec in (base_of(shard)._shard_spec for shard in shards):
         if result.shape == spec.shape and not spec.is_whole and spec.owner is None:
             laid_out = _laid_out_as(result, spec)
-            return wrap(slice_given(result, laid_out).clone(), laid_out)
+            shard = wrap(slice_given(result, laid_out).clone(), laid_out)
+            if RUNNING.steps:
+                RUNNING.wholes.keep(shard, result)
+            return shard
     return result
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from composable_shard.options import KEPT
+from composable_shard.tensor.kept_wholes import KeptWholes
 from composable_shard.torch_private import current_backward_id
 
 _MAX_READS = 4  # noted copies; before a further one the oldest is waited for
@@ -27,6 +28,7 @@ class _Running(threading.local):
         gathered_nbytes: What the running step has gathered at rest.
         num_gathers: How many operations it was for.
         numbers: Those that the running step has computed, [Note: Numbers of owners].
+        wholes: Results of the running step, [Note: Kept wholes].
     """
 
     steps: tuple[Step, ...] = ()
@@ -34,6 +36,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.numbers: list[weakref.ref[Tensor]] = []
+        self.wholes = KeptWholes()
 
     def add_gathered(self, nbytes: int) -> None:
         """Add to what the running step has gathered."""

@@ -32,6 +32,7 @@ from composable_shard import (
     save_checkpoint,
 )
 from composable_shard.checkpoint import CheckpointSave, LoadedCheckpoint, files
+from composable_shard.comm import get_host_group
 from composable_shard.comm.trace import count_collectives
 from tests.harness.assertions import assert_equal
 from tests.harness.memory import peak_bytes
@@ -337,6 +338,28 @@ def test_one_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert run.load(tmp_path).step == 6
     names = sorted(each.name for each in tmp_path.iterdir())
     assert names == [".lock", "latest", "step_00000005", "step_00000006"]
+
+
+@distributed(2)
+def test_the_next_save_copies_into_the_memory_of_the_last(tmp_path: Path) -> None:
+    """What has the same size; each checkpoint has the values at its call."""
+    run = _Run()
+    run.train(1)
+    places, expected = [], []
+    for _ in range(2):
+        expected.append(run.values())
+        run.save(tmp_path, async_op=True).wait()
+        staging = get_host_group().swap_staging({})
+        get_host_group().swap_staging(staging)
+        places.append({name: copy.data_ptr() for name, copy in staging.items() if copy.numel()})
+        run.train(1)
+    same = [name for name, place in places[0].items() if places[1].get(name) == place]
+    assert {name.partition("/")[0] for name in same} >= {"model", "optimizer"}
+    assert set(places[0]) - set(same) <= {"rng/0", "rng/1"}  # texts, of other lengths
+    for step, values in zip((2, 1), reversed(expected), strict=True):
+        assert run.load(tmp_path / f"step_{step:08}").step == step
+        for value, wanted in zip(run.values(), values, strict=True):
+            assert_equal(value, wanted)
 
 
 @distributed(2)

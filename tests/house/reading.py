@@ -71,7 +71,7 @@ READING_PATH: dict[str, set[str]] = {
     "runtime/forward.py": {"scopes", "agreed order"},
     "runtime/gathers.py": {"small group"},
     "flat_param/full_values.py": {"small group"},
-    "comm/collectives.py": set(),
+    "comm/algorithms.py": set(),
     "flat_param/shown.py": {"scopes", "early hooks"},
     "flat_param/form.py": {"scopes"},
     "runtime/backward.py": {"scopes", "buckets", "early hooks"},
