@@ -13,20 +13,18 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from composable_shard.comm import ShardGroup, compare_units
-from composable_shard.construct.checks import FLAT_PARAM_NAME
 from composable_shard.construct.grouping import group_params, lay_out
 from composable_shard.construct.originals import Borrowed, Original, Plan
 from composable_shard.construct.plan import buffers_to_sync
 from composable_shard.flat_param import (
+    FORMS,
     FlatParamHandle,
-    FlatSlot,
+    ModuleItems,
     ParamEntry,
     Precision,
     Slot,
     dense_stride,
     give_back,
-    make_flat_entry,
-    show_flat,
 )
 from composable_shard.options import UnitOptions
 from composable_shard.runtime import (
@@ -92,20 +90,17 @@ def build_state(
     Args:
         undo: Gets functions for each parameter. Attributes of the modules are the caller's.
     """
-    options = plan.options
+    options, form = plan.options, FORMS[plan.options.form]
     for number, (_, handle) in enumerate(built):
-        suffix = f"_{number}" if number else ""
-        handle.shown.set_flat_slot(FlatSlot(plan.modules[0], f"{FLAT_PARAM_NAME}{suffix}"))
-        if not options.use_orig_params:
-            make_flat_entry(handle)
-    # The entries get the users' objects before a flat parameter hides these. Places are indexed
+        handle.shown.set_home(ModuleItems(plan.modules[0]), number)
+        form.prepare(handle)
+    # The entries get the users' objects before a form hides these. Places are indexed
     # before they are shown, and an inverse is registered before its change, [Note: Undo].
     for members, handle in built:
         for original, entry in zip(members, handle.entries, strict=True):
             entry.add_slots(original.slots)
             _replace_parameter(original, entry, undo)
-        if not options.use_orig_params:
-            show_flat(handle)
+        form.show(handle)
     for item in plan.borrowed:
         undo.append(partial(_show_in, item, item.entry.slots))
         item.entry.add_slots(item.slots)

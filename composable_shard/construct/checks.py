@@ -15,10 +15,7 @@ from composable_shard.comm import ShardGroup
 from composable_shard.construct.originals import Original, Plan, values_of
 from composable_shard.flat_param import Extension, UnshardedParameter, is_shown_by_scope
 from composable_shard.runtime import find_applied, read_state
-from composable_shard.tensor import refuse_flat_dtensors
-from composable_shard.torch_private import fsdp_classes, post_accumulate_hooks_of, storage_of
-
-FLAT_PARAM_NAME = "_flat_param"
+from composable_shard.torch_private import fsdp_classes, storage_of
 
 
 def check_scripted(plan: Plan) -> None:
@@ -133,25 +130,6 @@ def check_forwards_write_nothing(modules: Iterable[nn.Module]) -> None:
                 "parameters are lost. Pass its weight in ignored_params, or set max_norm to None "
                 "and limit the norms after each step, inside unshard_params(module)."
             )
-
-
-def check_can_be_flat(plan: Plan) -> None:
-    """Check that the unit can show a flat parameter instead of its originals."""
-    module = plan.modules[0]
-    taken = [name for name in dir(module) if name.startswith(FLAT_PARAM_NAME)]
-    if taken:
-        raise ValueError(
-            f"{type(module).__name__} has the attributes {taken}, the names of flat parameters. "
-            "Rename them, or pass use_orig_params=True."
-        )
-    hooked = [o.fqn for o in plan.originals if post_accumulate_hooks_of(o.param)]
-    if hooked:
-        raise ValueError(
-            f"the hooks on the parameters {hooked} (register_post_accumulate_grad_hook) would "
-            "never run with use_orig_params=False: only the flat parameter gets a gradient. "
-            "Register them on it after fully_shard, or pass use_orig_params=True."
-        )
-    refuse_flat_dtensors([original.fqn for original in plan.originals if original.tensor_parallel])
 
 
 def _kind_of(param: nn.Parameter) -> type:

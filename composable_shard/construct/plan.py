@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from composable_shard.comm import ShardGroup
 from composable_shard.construct.checks import (
-    check_can_be_flat,
     check_forwards_write_nothing,
     check_modules,
     check_params,
@@ -17,6 +16,7 @@ from composable_shard.construct.checks import (
 from composable_shard.construct.originals import Borrowed, Original, Plan
 from composable_shard.construct.split_by_hand import plain_part_of
 from composable_shard.flat_param import (
+    FORMS,
     FlatParamHandle,
     ModuleItems,
     Slot,
@@ -74,8 +74,11 @@ def plan_unit(
             _give_rows(each)
     if shard_group is not None and options.offload_policy.is_active:
         shard_group.check_host_collectives()
-    if not options.use_orig_params:
-        check_can_be_flat(plan)
+    FORMS[options.form].check(
+        modules[0],
+        [(each.fqn, each.param) for each in plan.originals],
+        [each.fqn for each in plan.originals if each.tensor_parallel],
+    )
     if options.sync_module_states and _has_meta_states(plan):
         raise ValueError(
             "sync_module_states=True needs real parameters and buffers, got some on the meta "
@@ -169,7 +172,7 @@ def _borrow(param: FlatShard, fqn: str) -> Borrowed:
 
 
 def _check_is_not_inside(root: nn.Module, handle: FlatParamHandle, fqn: str) -> None:
-    if handle.shown.flat_slot.is_around(root):
+    if handle.shown.is_around(root):
         raise ValueError(
             f"parameter '{fqn}' is already managed by the unit '{handle.name}' of an outer "
             "module. Call fully_shard on inner modules first, on outer ones last."

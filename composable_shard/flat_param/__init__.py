@@ -1,19 +1,19 @@
 """The handle of one flat parameter: its shard, its full values, its gradients.
 
 `handle` ties four parts together: the local shard and the full values (`full_values`: this rank's
-part, the unsharded buffer and its states), `shown` (which parameters modules show) and `gradients`
-(packing, reduction, `.grad`). Read `handle`, `full_values` and `gradients` first. Options are in
-rooms of their own: `flat_form`, `pending_gradients`, `scopes` and `scope_params`, `user_hooks`,
-`precision`, `host_gradient`, `owners`, `extended_gathers`.
+part, the unsharded buffer and its states), `shown` (which parameters modules show; `form`: which
+ones users hold) and `gradients` (packing, reduction, `.grad`). Read `handle`, `full_values` and
+`gradients` first. Options are in rooms of their own: `flat_form`, `pending_gradients`, `scopes` and
+`scope_params`, `user_hooks`, `precision`, `host_gradient`, `owners`, `extended_gathers`.
 """
 
 import composable_shard.flat_param.profiler_ranges  # answers to profilers
 from composable_shard.flat_param.entries import ParamEntry, dense_stride
 from composable_shard.flat_param.extended_gathers import Extension
 from composable_shard.flat_param.flat_form import (
+    FORMS,
     check_can_show_flat,
     check_can_show_originals,
-    make_flat_entry,
     show_flat,
     show_originals,
 )
@@ -59,12 +59,10 @@ from composable_shard.flat_param.scopes import (
     enter_scope,
     keep_scope_flags,
     leave_scope,
-    show_in_scope,
     show_scope_params,
 )
 from composable_shard.flat_param.shown import Shown
 from composable_shard.flat_param.slots import (
-    FlatSlot,
     ModuleItems,
     Slot,
     find_kept_items,

@@ -136,14 +136,3 @@ class ParamEntry:
         shard = shown_class(cast(Tensor, self.shard_view), self.spec, guard=guard)
         swap_keeping_hooks(cast(nn.Parameter, param), nn.Parameter(shard, flag))
         param.__class__ = old_class
-
-
-@dataclass
-class FlatEntry(ParamEntry):
-    """The flat parameter as one parameter, which modules can show instead of the originals.
-
-    The padding behind the last parameter is left out of `spec.shape`. `unsharded` is there while
-    modules show the full values as one parameter.
-    """
-
-    used: list[bool] = field(default_factory=list)  # whose gradients are in its `.grad`

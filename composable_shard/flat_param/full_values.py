@@ -224,7 +224,10 @@ class FullValues:
             is_plain = streams is None and self.is_sharded
             self._gather = self._start(when) if is_plain else self._issue(streams, when)
         except BaseException:
-            self._give_up(None, streams)
+            if self.is_sharded:
+                # An interrupt may have lost the work, and the backend still writes.
+                collectives.wait_for_interrupted(self.shard.shard_group.group)
+            self._give_up(streams)
             raise
         # Last: if an interrupt cuts `_give_up` short, the state stays GATHERING, and with the count
         # set the next forward would take for values what nobody has written.
@@ -274,7 +277,9 @@ class FullValues:
             try:
                 gather.wait()
             except BaseException as error:
-                self._give_up(DONE if isinstance(error, Exception) else gather)
+                if not isinstance(error, Exception):
+                    collectives.abandon(gather)  # an interrupt: the backend still writes
+                self._give_up()
                 if isinstance(error, RuntimeError) and isinstance(gather, dist.Work):
                     fail(error, self.shard.shard_group.group)
                 raise
@@ -296,13 +301,8 @@ class FullValues:
         if self.is_kept and not self.has_separate_shard:
             _watch_writes(self)
 
-    def _give_up(self, gather: Waitable | None, streams: Streams | None = None) -> None:
-        """Free the values after an error or interrupt, once nothing writes into the buffer."""
-        if gather is not None:
-            collectives.abandon(gather)
-        elif self.is_sharded:
-            # An interrupt may have lost one.
-            collectives.wait_for_interrupted(self.shard.shard_group.group)
+    def _give_up(self, streams: Streams | None = None) -> None:
+        """Free the values after an error or interrupt; no collective may write into the buffer."""
         if streams is not None:
             torch.accelerator.current_stream().wait_stream(streams.unshard_stream)
         self._gather = self._part = None

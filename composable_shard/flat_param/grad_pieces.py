@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import ShardGroup
-from composable_shard.flat_param.entries import FlatEntry, ParamEntry
+from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
     FlatShard,
@@ -268,18 +268,6 @@ def packing_scale(
     if reduce_dtype.is_floating_point and factor.to(reduce_dtype).item() == scale:
         factor = factor.to(reduce_dtype)
     return scale, factor
-
-
-def add_used(flat: FlatEntry, used: list[bool]) -> list[bool]:
-    """Add the parameters whose gradients the flat parameter's `.grad` is about to get.
-
-    Returns:
-        Whether it gets any, as a list for that one parameter.
-    """
-    if flat.sharded.grad is None:
-        flat.used = [False] * len(used)
-    flat.used = [before or now for before, now in zip(flat.used, used, strict=True)]
-    return [any(used)]
 
 
 def write_gradient(view: Tensor, gradient: Tensor, factor: Tensor | None) -> None:

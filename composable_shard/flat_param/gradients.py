@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import add, or_
 
 import torch
 from torch import Tensor, is_grad_enabled, mul
 
 from composable_shard.comm import ShardGroup, Streams, trace
-from composable_shard.flat_param.entries import zero_gaps
 from composable_shard.flat_param.full_values import (
     CURRENT,
     GATHERING,
@@ -21,14 +19,11 @@ from composable_shard.flat_param.grad_pieces import (
     GradPieces,
     OwnBuffer,
     Packing,
-    add_gradients,
-    add_used,
     check_has_place,
     copy_arrived,
     local_gradient,
     move_shard,
     packing_scale,
-    wrap_all,
     write_gradient,
 )
 from composable_shard.flat_param.gradient_reduction import FlatReduction, ScratchPool
@@ -454,36 +449,22 @@ class FlatGradients:
             full.expire()  # [Note: Writes by owners]
         if full.readers.bits & LATE_GRAPH:
             full.readers.end(BACKWARD)
-        is_partial = self.reduction.partial is not None
-        pieces = self._ready_pieces(is_partial=is_partial)
-        if is_partial:
+        if self.reduction.partial is not None:
             self.was_used = used  # until the postponed all-reduce
             return
-        if shown.shows_flat and shown.flat is not None:
-            used = add_used(shown.flat, used)
-        reduced, self.reduced = self.reduced, None
+        form, pieces = shown.form, None
+        cutter = form.cutter or self.pieces
+        if self.host is not None:
+            pieces = self.host.pieces_of(form.at_rest, cutter.split)
+        elif self.reduced is not None:
+            pieces = cutter.split(self.reduced)
+        # Forgotten when nothing can fail any more but a `.grad` that is no shard.
+        self.reduced = None
         self.was_used = [False] * len(self.was_used)
-        at_rest = shown.at_rest
-        if pieces is None and reduced is not None:
-            pieces = self.pieces.split(reduced)
-        if pieces is not None:
-            add_gradients(at_rest, wrap_all(pieces, at_rest), used)
+        used = form.add_gradients(pieces, used)
         if self.has_graph:
             self.has_graph = False
-            refuse_graphs([each.sharded for each in at_rest], used)
-
-    def _ready_pieces(self, *, is_partial: bool) -> Sequence[Tensor | None] | None:
-        """Return the gradients of the parameters at rest; None if `reduced` is to be split."""
-        shown, whole = self._shown, self.reduced
-        if self.host is not None and not is_partial:
-            cut = None if shown.shows_flat else self.pieces.split
-            return self.host.pieces_of(shown.at_rest, shown.entries, cut)
-        if not shown.shows_flat or shown.flat is None:
-            return None
-        if whole is None:
-            return [None]
-        zero_gaps(whole, self.layout, self.reduction.shard_group.rank)  # nothing was packed there
-        return [shown.flat.slice_of(whole)]
+            refuse_graphs([each.sharded for each in form.at_rest], used)
 
     def drop(self) -> None:
         """Forget all unpublished gradients, also those in flight, after an error."""

@@ -14,23 +14,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import ShardGroup, Streams, enter_setting
-from composable_shard.flat_param.entries import FlatEntry, ParamEntry, zero_gaps
+from composable_shard.flat_param.entries import ParamEntry, zero_gaps
+from composable_shard.flat_param.form import OriginalForm
 from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, HOLDS_TERMS, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
-from composable_shard.flat_param.hidden import set_requires_grad
 from composable_shard.flat_param.initial_values import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.param_classes import copy_unsharded
 from composable_shard.flat_param.precision import Precision
 from composable_shard.flat_param.readers import HIDDEN_ALIAS
-from composable_shard.flat_param.shown import (
-    SHARDED,
-    ShownParams,
-    check_flags,
-    let_stand,
-    set_trainable_flags,
-    trainable_flags,
-)
+from composable_shard.flat_param.shown import SHARDED, ShownParams, let_stand
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.user_hooks import adopt_hooks
 from composable_shard.layout import FlatLayout
@@ -115,7 +108,7 @@ class FlatParamHandle:
         self.layout = layout
         self.granularities = tuple(granularities)
         self.entries: list[ParamEntry] = []
-        self._reset(None, shows_flat=False)
+        self._reset(OriginalForm())
         device = params[0].device
         if device.type != "meta":
             device = shard_group.device
@@ -130,14 +123,14 @@ class FlatParamHandle:
             sharded = nn.Parameter(kind(view, spec, guard=self.guard), requires_grad)
             self.entries.append(ParamEntry(cast(FlatShard, sharded), spec, shard_view=view))
 
-    def _reset(self, flat: FlatEntry | None, *, shows_flat: bool) -> None:
+    def _reset(self, form: OriginalForm) -> None:
         """Set the initial state of a new handle, or of a copy."""
         group, facts = self.shard_group, self.strategy.facts
         self.is_sharded = group.size > 1
         self.is_kept = facts.keeps_params(group.size)
         self.memory = MemoryPlan(group, self.precision, self.offload, self.is_kept)
         self.guard = WriteGuard(weakref.ref(self))
-        self.shown = ShownParams(self.entries, flat, self.guard, shows_flat=shows_flat)
+        self.shown = ShownParams(self.entries, form, self.guard)
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
         self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
         self.initial = InitialValues(self.guard)
@@ -175,10 +168,8 @@ class FlatParamHandle:
         return self.is_sharded and bool(self.layout.owners)
 
     def labels(self) -> list[ParamLabel]:
-        """Return the labels of the parameters, and of the flat parameter if there is one."""
-        flat = self.shown.flat
-        entries = self.entries if flat is None else [*self.entries, flat]
-        return [each.spec.label for each in entries]
+        """Return the labels of all that views the shard."""
+        return [each.spec.label for each in self.shown.form.every]
 
     def describe_entries(self, options: str) -> list[str]:
         """Return a line for each parameter with all that the ranks must agree on."""
@@ -211,7 +202,6 @@ class FlatParamHandle:
                 f"unit '{self.name}' can't be copied or pickled while it shows its full "
                 "parameters. Call reshard(module) first, and not during its forward or backward."
             )
-        flat = self.shown.flat
         return {
             "label": self.label,
             "layout": self.layout,
@@ -226,9 +216,9 @@ class FlatParamHandle:
             "entries": [(entry.sharded, entry.slots) for entry in self.entries],
             "parts": (
                 self.full.small_group,
-                None if flat is None else (flat.sharded, flat.used),
-                self.shown.flat_slot,
-                self.shown.shows_flat,
+                self.shown.home,
+                self.shown.number,
+                self.shown.form,
             ),
         }
 
@@ -241,19 +231,16 @@ class FlatParamHandle:
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        small_group, flat, flat_slot, shows_flat = state.pop("parts")
+        small_group, home, number, form = state.pop("parts")
         self.__dict__.update(state)
         self.entries = [
             # The parameter's own spec: optimizers compare specs by identity first.
             ParamEntry(sharded, sharded._shard_spec, slots)
             for sharded, slots in state["entries"]
         ]
-        if flat is not None:
-            sharded, used = flat
-            flat = FlatEntry(sharded, sharded._shard_spec, shard_view=sharded._local, used=used)
-        self._reset(flat, shows_flat=shows_flat)
+        self._reset(form)
         self.take_settings(self.settings)
-        self.shown.set_flat_slot(flat_slot)
+        self.shown.set_home(home, number)
         with torch.inference_mode(False), torch.no_grad():
             self.rebuild_shard()
         self.full.label = self.grads.reduction.label = self.label
@@ -292,7 +279,7 @@ class FlatParamHandle:
         full.params.hook_gradients(weakref.ref(self))
         self.shown.notes = full.params.aliases
         let_stand(self.shown)
-        self.requires_grad = any(trainable_flags(self.shown))
+        self.requires_grad = any(self.shown.form.trainable_flags())
         if self.requires_grad or self.grads.waits_for_reduction:
             self._bind_gradients()
         else:
@@ -340,27 +327,24 @@ class FlatParamHandle:
     def _adopt_shown_flags(self, where: str) -> None:
         changed = self.full.params.changed_flags()
         if changed:
-            at_rest = trainable_flags(self.shown)
+            form = self.shown.form
+            at_rest = form.trainable_flags()
             self.full.params.set_flags(at_rest)
             flags = [changed.get(index, flag) for index, flag in enumerate(at_rest)]
-            check_flags(self.shown, flags, self.name, where)
+            form.check_flags(flags, self.name, where)
             self.full.params.set_flags(flags)
-            set_trainable_flags(self.shown, flags)
+            form.set_flags(flags)
 
     def _adopt_requires_grad(self) -> None:
-        shown, flags = self.shown, trainable_flags(self.shown)
-        is_trainable = any(flags)
+        shown, flags = self.shown, self.shown.form.trainable_flags()
         if shown.agreed_flags is not None and flags != shown.agreed_flags:
             groups = self.shard_group.group, *self.shard_group.joint_groups
             enter_setting(f"requires_grad of unit '{self.name}' set to {flags}", groups)
             shown.remember_agreed_flags()
-        for entry, flag in zip(self.entries, flags, strict=True):
-            set_requires_grad(entry.sharded, flag)
-        if not shown.shows_flat and shown.flat is not None:
-            set_requires_grad(shown.flat.sharded, is_trainable)
+        shown.form.follow_flags(flags)
         # Keep buffers until the backward's end: they hold gradients that it reduced or keeps.
         keeps_buffers = self.guard.is_backward_running and self.requires_grad
-        self.requires_grad = is_trainable or keeps_buffers
+        self.requires_grad = any(flags) or keeps_buffers
         if self.shard.values.is_meta:
             return
         self.full.params.set_flags(flags)
@@ -389,18 +373,18 @@ class FlatParamHandle:
 
         The new full values replace those `before`.
         """
-        at_rest, flat = self.shown.at_rest, self.shown.flat
+        at_rest = self.shown.at_rest
         local = at_rest[0].sharded._local
         shard, full = self.memory.allocate(self.layout, self.guard, local.dtype, local.device)
         values = shard.values
         for each in at_rest:
             each.slice_of(values).copy_(each.sharded._local)
-        # After to_empty() a flat parameter holds arbitrary values between the parameters.
+        # After to_empty() one parameter for all holds arbitrary values between the parameters.
         zero_gaps(values, self.layout, self.shard_group.rank)
         if before is not None:
             full.take_over(before)
         self.shard, self.full = shard, full
-        for each in self.entries if flat is None else [*self.entries, flat]:
+        for each in self.shown.form.every:
             each.view_in(values, self.guard)
 
     # Functions that involve several parts
@@ -496,10 +480,11 @@ class FlatParamHandle:
 
 def _gradient_layout(handle: FlatParamHandle) -> FlatLayout:
     """Return the layout without frozen parameters, except any whose gradients wait."""
-    flags, grads = trainable_flags(handle.shown), handle.grads
+    form, grads = handle.shown.form, handle.grads
+    flags = form.trainable_flags()
     if handle.guard.is_backward_running or not grads.is_idle:
         flags = list(map(or_, flags, map(bool, grads.layout.numels)))
-    return handle.layout if handle.shown.flat is not None else handle.layout.keep(flags)
+    return form.gradient_layout(handle.layout, flags)
 
 
 def handle_of(param: FlatShard) -> FlatParamHandle | None:

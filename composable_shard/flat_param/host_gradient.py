@@ -12,7 +12,7 @@ from composable_shard.comm import (
     HostCopies,
     alloc_host,
 )
-from composable_shard.flat_param.entries import ParamEntry, zero_gaps
+from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import storage_of, storage_uses_of
 
@@ -102,24 +102,18 @@ class HostGradient:
     def pieces_of(
         self,
         at_rest: Sequence[ParamEntry],
-        entries: Sequence[ParamEntry],
-        cut: Callable[[Tensor], Sequence[Tensor]] | None,
+        cut: Callable[[Tensor], Sequence[Tensor]],
     ) -> list[Tensor] | None:
         """Return the complete gradients of the parameters at rest; None if none came.
 
         Args:
-            at_rest: The entries, or the flat parameter.
-            entries: The original parameters.
-            cut: How the originals' gradients are cut from the memory; None for a flat parameter.
+            at_rest: The parameters.
+            cut: How their gradients are cut from the memory.
         """
         whole = self.collect()
         if whole is None:
             return None
-        if at_rest is not entries:
-            spec = entries[0].spec
-            zero_gaps(whole, spec.layout, spec.rank)
         pieces: list[Tensor] = []
-        cut = cut or (lambda memory: [at_rest[0].slice_of(memory)])
         found, places = cut(whole), cut(self.memory)
         for each, piece, place in zip(at_rest, found, places, strict=True):
             if whole is not self.memory and each.sharded.grad is None:

@@ -65,12 +65,7 @@ def shown_for(kept: Any) -> Any:
             "deleted. Clone in the forward what you want to keep."
         )
     shown = handle.shown
-    at_rest = (shown.flat if position == ALL else handle.entries[position]).sharded
-    if shown.scope is None:
-        return at_rest
-    if position != ALL:
-        return shown.scope.params[position]
-    return at_rest if shown.scope.full is None else shown.scope.full.flat_param(at_rest)
+    return shown.form.shown_at(position, shown.scope)
 
 
 def values_for(kept: Any) -> Any:

@@ -31,7 +31,6 @@ from composable_shard.flat_param.gradients import in_layout
 from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.layout import FlatLayout, balance, fullest
-from composable_shard.tensor import flat_spec
 
 
 def change_owners(handle: FlatParamHandle, owners: Sequence[int]) -> None:
@@ -72,20 +71,16 @@ def remember_owners(handle: FlatParamHandle) -> Callable[[], None]:
     It holds the shard, whose values must not be written until then.
     """
     parts = handle.layout, handle.shard, handle.full, handle.grads
-    entries, specs = list(handle.entries), [entry.spec for entry in handle.entries]
-    flat = handle.shown.flat
-    flat_facts = None if flat is None else (flat.spec, flat.used)
+    entries = list(handle.entries)
+    views = [(each, each.spec) for each in handle.shown.form.every]
 
     def restore() -> None:
         handle.layout, handle.shard, handle.full, handle.grads = parts
         handle.entries[:] = entries
         shard = handle.shard.values
-        for entry, spec in zip(entries, specs, strict=True):
-            entry.spec = spec
-            entry.view_in(shard, handle.guard)
-        if flat is not None and flat_facts is not None:
-            flat.spec, flat.used = flat_facts
-            flat.view_in(shard, handle.guard)
+        for each, spec in views:
+            each.spec = spec
+            each.view_in(shard, handle.guard)
         handle.shown.index_slots()
 
     return restore
@@ -104,13 +99,10 @@ def _take_layout(
     handle.entries[:] = [handle.entries[index] for index in order]
     for index, entry in enumerate(handle.entries):
         entry.spec = replace(entry.spec, layout=layout, index=index)
-        entry.view_in(shard.values, handle.guard)
-    flat = handle.shown.flat
-    if flat is not None:
-        spec = flat_spec([entry.spec for entry in handle.entries], flat.label.fqn)
-        flat.spec = replace(spec, label=flat.label)
-        flat.used = [flat.used[index] for index in order]
-        flat.view_in(shard.values, handle.guard)
+    form = handle.shown.form
+    form.follow_layout()
+    for each in form.every:
+        each.view_in(shard.values, handle.guard)
     handle.grads = in_layout(layout, handle.grads)
     handle.shown.index_slots()
 

@@ -23,7 +23,6 @@ from composable_shard.tensor import (
     NeverStepped,
     is_trainable,
     own_gradient,
-    reduced_gradient,
     set_gradient,
 )
 from composable_shard.torch_private import (
@@ -66,15 +65,7 @@ class Aliases:
         handle, position = self.handle(), param.shard_position
         if handle is None:
             return None
-        shown = handle.shown
-        entry = shown.flat if position == ALL else handle.entries[position]
-        holder = shown.flat if shown.shows_flat else entry
-        grad = holder.sharded.grad
-        # One `.grad` may be that of other parameters alone. The waiting ones are asked first: where
-        # this parameter has one, the flat `.grad` is its too, though nothing was reduced yet.
-        if grad is not None and holder is not entry and not handle.grads.used[position]:
-            is_others = any(holder.used) and not holder.used[position]
-            grad = None if is_others or reduced_gradient(holder.sharded) is None else grad
+        entry, grad = handle.shown.form.gradient_at(position, handle.grads.used)
         if grad is None:
             return None
         stand_in = GradientAtRest(entry.sharded, grad, param.dtype, param.device)

@@ -19,19 +19,13 @@ from composable_shard.tensor import hide_pending, own_gradient, show_pending
 
 def mark_pending(handle: FlatParamHandle) -> None:
     """Make `.grad` a PendingGradient for each parameter at rest with a waiting gradient."""
-    grads, shown = handle.grads, handle.shown
+    grads = handle.grads
     used = [index for index, is_used in enumerate(grads.used) if is_used]
     if grads.marks or not used:
         return
-    if shown.shows_flat and shown.flat is not None:
-        flat = shown.flat.sharded
-        show_pending(flat)
-        grads.marks.append((flat, used))
-        return
-    for index in used:
-        param = handle.entries[index].sharded
+    for param, indices in handle.shown.form.holders(used):
         show_pending(param)
-        grads.marks.append((param, [index]))
+        grads.marks.append((param, indices))
 
 
 def keep_left_gradients(handle: FlatParamHandle) -> None:

@@ -1,8 +1,9 @@
-"""What modules show inside `unshard_params`: the parameters of the scope, in either form."""
+"""What modules show inside `unshard_params`: the parameters of the scope."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -10,13 +11,11 @@ from composable_shard.flat_param.param_classes import UnshardedDTensor, Unsharde
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.shown import (
     SCOPE,
-    SCOPE_FLAT,
     Scope,
+    Shown,
     ShownParams,
-    check_flags,
     describe_object,
     let_stand,
-    set_trainable_flags,
 )
 from composable_shard.tensor import share_attributes
 
@@ -24,38 +23,45 @@ from composable_shard.tensor import share_attributes
 def enter_scope(shown: ShownParams, full: ScopeParams | None) -> None:
     """Show the parameters of an `unshard_params` scope; None for the sharded originals."""
     if full is None:
-        shown.unhide_all()
+        shown.form.unhide()
     params = [entry.sharded for entry in shown.entries] if full is None else full.params
     shown.scope = Scope(params, full, shown.state, [])
     shown.guard.set_in_scope(True)
     for entry, param in zip(shown.entries, params, strict=True):
         if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
             share_attributes(entry.unsharded, param)
-    show_in_scope(shown, params, None)
+    _show(shown, params)
     let_stand(shown)
 
 
-def show_in_scope(
-    shown: ShownParams, originals: Sequence[Tensor] | None, flat: Tensor | None
+def _show(shown: ShownParams, params: Sequence[Tensor]) -> None:
+    shown.form.show(params)
+    expect_in_scope(shown, SCOPE)
+
+
+def expect_in_scope(
+    shown: ShownParams, state: Shown, further: Sequence[tuple[Any, Any, Tensor | None]] = ()
 ) -> None:
-    """Show these parameters, and expect them to stay until the scope's end."""
+    """Expect what the modules show in the scope to stay there until its end.
+
+    Args:
+        state: What that is.
+        further: Places that are none of the originals', and what they show.
+    """
     assert shown.scope is not None
-    shown.show(originals, flat)
-    shown.state = SCOPE_FLAT if originals is None else SCOPE
+    shown.state = state
     slots = [
         (container, key, container[key])
         for entry in shown.entries
         for container, key, _ in entry.slots
     ]
-    if flat is not None:
-        slots.append((shown.flat_slot.reserve(), shown.flat_slot.name, flat))
-    shown.scope.slots = slots
+    shown.scope.slots = [*slots, *further]
 
 
 def show_scope_params(shown: ShownParams) -> None:
-    """Show the originals again, for a forward, where the scope shows the flat parameter."""
-    if shown.scope is not None and shown.state is SCOPE_FLAT:
-        show_in_scope(shown, shown.scope.params, None)
+    """Show the originals again, for a forward, where the scope shows something else."""
+    if shown.scope is not None and shown.state is not SCOPE:
+        _show(shown, shown.scope.params)
 
 
 def check_scope(shown: ShownParams) -> None:
@@ -85,23 +91,20 @@ def leave_scope(shown: ShownParams) -> None:
         if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
             share_attributes(entry.unsharded, entry.sharded)
     shown.state = shown.scope.before
-    shown.hide_unshown()
+    shown.form.hide()
     shown.show_again()
-    if not shown.shows_flat:
-        shown.flat_slot.remove()
     let_stand(shown)
     shown.scope = None  # last: whoever finds it after an interrupt repeats the rest
 
 
 def check_scope_flags(shown: ShownParams, unit: str) -> None:
-    """Check that flags set in a scope's body still allow one flat parameter."""
+    """Check that the parameters at rest can have the flags that a scope's body set."""
     if shown.scope is not None:
         flags = [param.requires_grad for param in shown.scope.params]
-        check_flags(shown, flags, unit, "inside unshard_params")
+        shown.form.check_flags(flags, unit, "inside unshard_params")
 
 
 def keep_scope_flags(shown: ShownParams) -> None:
     """Adopt the `requires_grad` flags that a scope's body set, as if set outside."""
-    flags = () if shown.scope is None else [param.requires_grad for param in shown.scope.params]
-    if not shown.shows_flat or len(set(flags)) == 1:
-        set_trainable_flags(shown, flags)
+    if shown.scope is not None:
+        shown.form.set_flags([param.requires_grad for param in shown.scope.params])

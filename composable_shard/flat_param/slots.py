@@ -112,8 +112,8 @@ class _KeptItem(ModuleItems):
         return type(self)(module, copy.deepcopy(self._known[-1], memo))
 
 
-class FlatSlot(ModuleItems):
-    """The place where a unit's module shows its flat parameter: an entry of `_parameters`."""
+class AddedSlot(ModuleItems):
+    """An entry of a module's `_parameters` that its unit adds, for a parameter of its own."""
 
     def __init__(self, module: nn.Module, name: str, is_ours: bool = False) -> None:
         super().__init__(module)
@@ -123,25 +123,25 @@ class FlatSlot(ModuleItems):
         self._shown: Tensor | None = None  # what `show` has set
 
     def reserve(self) -> dict[str, Any]:
-        """Return the module's dict of parameters, in which the flat parameter will be shown."""
+        """Return the module's dict of parameters, in which the unit's will be shown."""
         self._is_ours = True
         return parameters_of(self.get())
 
-    def show(self, flat: Tensor | None) -> None:
-        """Show `flat`, or None, among the module's parameters; its position there is kept."""
-        if flat is None and not self._is_ours:
+    def show(self, param: Tensor | None) -> None:
+        """Show `param`, or None, among the module's parameters; its position there is kept."""
+        if param is None and not self._is_ours:
             return
         if self.module() is None:
             return  # deleted, as by replacing it in its parent
-        self._shown = flat
+        self._shown = param
         attributes = self.get().__dict__
         if self._shadow is not None:
             attributes[self.name], self._shadow = self._shadow, None
-        if flat is not None:
+        if param is not None:
             self._shadow = attributes.pop(self.name, None)
         parameters = self.reserve()
-        if flat is not None or self.name in parameters:
-            parameters[self.name] = flat
+        if param is not None or self.name in parameters:
+            parameters[self.name] = param
 
     def remove(self) -> None:
         """Give up the place."""
@@ -150,7 +150,7 @@ class FlatSlot(ModuleItems):
             parameters_of(module).pop(self.name, None)
 
     def is_free(self, ours: Tensor | None) -> bool:
-        """Return whether no attribute of the module but `ours` has the flat parameter's name."""
+        """Return whether no attribute of the module but `ours` has the name."""
         module = self.get()
         found = [vars(module).get(self.name), parameters_of(module).get(self.name)]
         taken = [buffers_of(module).get(self.name), modules_of(module).get(self.name)]
@@ -158,16 +158,11 @@ class FlatSlot(ModuleItems):
         taken += [each for each in found if each is not ours and each is not self._shown]
         return all(each is None for each in taken)
 
-    def is_around(self, module: nn.Module) -> bool:
-        """Return whether `module` is in the unit's first module, or is it."""
-        outer = self.module()
-        return outer is not None and any(each is module for each in outer.modules())
+    def keep_reachable(self, param: Tensor) -> None:
+        """Make `param` a plain attribute of the module, found also while it is not registered."""
+        self.get().__dict__[self.name] = param
 
-    def keep_reachable(self, flat: Tensor) -> None:
-        """Make `flat` a plain attribute of the module, found also while it is not registered."""
-        self.get().__dict__[self.name] = flat
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlatSlot:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AddedSlot:
         return type(self)(copy.deepcopy(self.get(), memo), self.name, self._is_ours)
 
 

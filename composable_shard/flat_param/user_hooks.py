@@ -19,13 +19,7 @@ from composable_shard.torch_private import (
 
 def adopt_hooks(shown: ShownParams) -> None:
     """Make backward run the hooks that users put on parameters with `register_hook`."""
-    if shown.flat is not None and pre_accumulate_hooks_of(shown.flat.sharded):
-        raise RuntimeError(
-            f"the hooks on '{shown.flat.label}' (register_hook) would never run: autograd "
-            "computes the gradients of the original parameters. Remove them, and use "
-            "register_post_accumulate_grad_hook, which sees the reduced gradient, or register "
-            "them on the original parameters after register_orig_params(module)."
-        )
+    shown.form.check_hooks()
     for entry in shown.entries:
         if pre_accumulate_hooks_of(entry.sharded) and not entry.runs_hooks:
             with DisableTorchFunctionSubclass():  # [Note: Kept objects]

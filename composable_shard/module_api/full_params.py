@@ -14,11 +14,8 @@ from torch import nn
 from composable_shard.flat_param import (
     check_can_show_flat,
     check_can_show_originals,
-    make_flat_entry,
     show_flat,
-    show_in_scope,
     show_originals,
-    show_scope_params,
     write_unsharded_gradients,
 )
 from composable_shard.module_api.scope import FullParamsScope, ScopeOptions
@@ -175,13 +172,7 @@ def register_flat_param(module: nn.Module, *, recurse: bool = True) -> None:
         check_can_show_flat(handle)
     for state in states:
         for handle in state.handles:
-            if handle.shown.scope is not None:
-                full = handle.shown.scope.full
-                at_rest = make_flat_entry(handle).sharded
-                flat = at_rest if full is None else full.flat_param(at_rest)
-                show_in_scope(handle.shown, None, flat)
-            else:
-                show_flat(handle)
+            show_flat(handle)
 
 
 def register_orig_params(module: nn.Module, *, recurse: bool = True) -> None:
@@ -206,10 +197,7 @@ def register_orig_params(module: nn.Module, *, recurse: bool = True) -> None:
             check_can_show_originals(handle)
     for state in states:
         for handle in state.handles:
-            if handle.shown.scope is not None:
-                show_scope_params(handle.shown)
-            else:
-                show_originals(handle)
+            show_originals(handle)
 
 
 def _check_can_toggle(states: list[ShardState], module: nn.Module) -> None:

@@ -36,6 +36,7 @@ from composable_shard.options.strategies import (
 from composable_shard.options.unit_options import (
     PRECISIONS,
     CheckOrder,
+    FormName,
     MixedPrecisionPolicy,
     OffloadPolicy,
     OptionsDict,

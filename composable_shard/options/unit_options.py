@@ -224,6 +224,7 @@ class StateDictOptions:
 
 ReshardAfterForward: TypeAlias = bool | int | None
 CheckOrder: TypeAlias = Literal["first", "always"]
+FormName: TypeAlias = Literal["originals", "flat"]
 
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
@@ -342,6 +343,11 @@ class UnitOptions:
             raise ValueError(
                 f"expected prefetch_nbytes to be a number of bytes, 0 or more, got {nbytes!r}"
             )
+
+    @property
+    def form(self) -> FormName:
+        """What users hold at rest."""
+        return "originals" if self.use_orig_params else "flat"
 
     def override(self, given: Mapping[Any, Any]) -> UnitOptions:
         """Return these options with some replaced, checked."""

@@ -14,7 +14,7 @@ from composable_shard.flat_param import LATE_GRAPH, NESTED, FlatParamHandle
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.gathers import gather_in_backward, gather_region
 from composable_shard.runtime.open_graphs import UnitCall, alive
-from composable_shard.runtime.reduction_queue import CLOSED, DELIVERED, Item
+from composable_shard.runtime.reduction_queue import DELIVERED, NO_CALL, NOT_OPEN, Item
 from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.unit import ShardState
 from composable_shard.torch_private import current_backward_id
@@ -123,7 +123,7 @@ def recompute(state: ShardState) -> None:
         return
     backward = begin_backward(context)
     backward.recomputed.add(state)
-    if backward.queue.puts_off and torch.is_grad_enabled():
+    if not backward.queue.reduces_all and torch.is_grad_enabled():
         backward.queue.ask_again()
     last = state.last_call
     if last.region is not None and last.number >= context.graphs.start:
@@ -152,10 +152,10 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
         return
     backward: BackwardPass | None = state.context.backward
     item = None if backward is None else backward.queue.items.get(handle)
-    if backward is None or item is None or item.position == CLOSED:
+    if backward is None or item is None or item.ends_with == NOT_OPEN:
         backward, item = _enter(state, handle, index)
     backward.queue.accumulates = True
-    is_counted = state.has_buckets or item.position == -1 or handle.shown.has_early_hooks
+    is_counted = state.has_buckets or item.ends_with == NO_CALL or handle.shown.has_early_hooks
     _pack(backward, item, index, is_counted=is_counted)
     if is_counted and item.count(index):
         backward.end_full(item)
@@ -167,14 +167,14 @@ def _enter(state: ShardState, handle: FlatParamHandle, index: int) -> tuple[Back
     _check_not_in_scope(state)
     backward = begin_backward(state.context)
     item = backward.queue.items[handle]
-    if item.position == CLOSED:
+    if item.ends_with == NOT_OPEN:
         if item.stage is DELIVERED:
             raise RuntimeError(
                 f"a gradient of parameter '{handle.entries[index].label}' came after the hooks on "
                 "its unit (register_post_accumulate_grad_hook) had run. Pass use_reentrant=False "
                 "to torch.utils.checkpoint, and run no backward inside a backward."
             )
-        backward.open_unit(state, -1)
+        backward.open_unit(state, NO_CALL)
     return backward, item
 
 

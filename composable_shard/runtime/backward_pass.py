@@ -28,9 +28,10 @@ from composable_shard.runtime.gathers import release_after_backward, return_to_i
 from composable_shard.runtime.lockstep import step_facts
 from composable_shard.runtime.open_graphs import Region, alive
 from composable_shard.runtime.reduction_queue import (
-    CLOSED,
     EARLY,
     LATE,
+    NO_CALL,
+    NOT_OPEN,
     OPEN,
     READY,
     Item,
@@ -96,7 +97,7 @@ class BackwardPass:
         graphs.has_regions = graphs.has_regions or len(graphs.may_recompute) > 0
         self.queue.begin(self.states)
         for state in armed:
-            self.open_unit(state, graphs.first_calls.get(state.ref, -1))
+            self.open_unit(state, graphs.first_calls.get(state.ref, NO_CALL))
 
     def _ask_engine(self) -> None:
         # A separate object: after an error in `begin` a traceback would keep `self` alive.
@@ -137,41 +138,41 @@ class BackwardPass:
         self.open_unit(state, start)
         self.end_units_after(end)
 
-    def open_unit(self, state: ShardState, position: int) -> None:
+    def open_unit(self, state: ShardState, call: int) -> None:
         """Let a unit's handles end when the backward has passed the call of this number.
 
         A handle that several units compute with (tied weights) ends with the first of their calls;
-        -1, where no call is known, stands for the end of the backward. [Note: End of a unit]
+        `NO_CALL` stands for the end of the backward. [Note: End of a unit]
         """
         for handle in state.needed_handles:
             item = self.queue.items.get(handle)
             if item is None:
                 continue  # borrowed from a unit that no longer exists
-            if item.position != CLOSED:
-                if position == -1 or 0 <= item.position <= position:
+            if item.ends_with != NOT_OPEN:
+                if call == NO_CALL or 0 <= item.ends_with <= call:
                     continue
                 self._open.remove(item)
             elif item.stage is not OPEN:
-                self.queue.reopen(item, is_reached=position >= 0)
-            item.position = position
+                self.queue.reopen(item, is_reached=call >= 0)
+            item.ends_with = call
             opened = self._open
-            if not opened or opened[-1].position >= position:
+            if not opened or opened[-1].ends_with >= call:
                 opened.append(item)
-            elif len(opened) > 1 and opened[-2].position >= position:
+            elif len(opened) > 1 and opened[-2].ends_with >= call:
                 opened.insert(-1, item)  # the leader's call began first, so it stays last
             else:
-                insort(opened, item, key=lambda item: -item.position)
+                insort(opened, item, key=lambda item: -item.ends_with)
 
-    def end_units_after(self, position: int) -> None:
+    def end_units_after(self, call: int) -> None:
         """Reduce and free the units whose calls all began at this number or later."""
-        while self._open and self._open[0].position >= position:
+        while self._open and self._open[0].ends_with >= call:
             self._end(self._open[0])
 
     def _end(self, item: Item) -> None:
         """Reduce a handle that is over, or note that its gradients wait; free full parameters."""
         handle = item.handle
         self._open.remove(item)
-        item.position = CLOSED
+        item.ends_with = NOT_OPEN
         if not handle.full.readers.claims and not handle.full.params.is_locked:
             handle.adopt_shown_changes("in a backward hook")
         if item.is_reduced and (handle.requires_grad or handle.grads.waits_for_reduction):
@@ -191,13 +192,13 @@ class BackwardPass:
         If the backward has reached no call of its unit, as in reentrant checkpointing, the handle
         ends here. A bucket may be reduced although its unit is not, [Note: Buckets].
         """
-        queue, position = self.queue, item.position
-        is_over = position == -1
+        queue, call = self.queue, item.ends_with
+        is_over = call == NO_CALL
         if item.stage is not OPEN or not (is_over or queue.is_in_window(item)):
             return
         item.stage = READY
         mine = [each for each in self._open if each.state is item.state]
-        same = [each for each in mine if each.position == position]
+        same = [each for each in mine if each.ends_with == call]
         is_next = is_over or same[0] is self._open[0]
         trained = [each for each in same if each.handle.requires_grad and is_next]
         ready = takewhile(lambda each: each.stage is not OPEN, trained)
@@ -214,7 +215,7 @@ class BackwardPass:
         queue, context = self.queue, self.context
         queue.is_ending = True
         queue.collect()  # first: the flags below leave out handles with final gradients
-        self._take_asked()
+        self._end_asked()
         unsynced = self._find_unsynced() if queue.accumulates or queue.asked else []
         items = self._pack_rest(unsynced)
         if queue.is_sure:
@@ -256,10 +257,10 @@ class BackwardPass:
         # Run hooks last: a user's hook may raise, or step an optimizer.
         self._run_last_hooks(published)
 
-    def _take_asked(self) -> None:
+    def _end_asked(self) -> None:
         """Let the handles that a nested backward asked to reduce wait for the end's reductions."""
         for item in self.queue.asked:
-            if item.position != CLOSED:
+            if item.ends_with != NOT_OPEN:
                 self._end(item)  # on this rank, perhaps; so the order below is that of all ranks
             item.is_reduced = True
 
@@ -271,7 +272,7 @@ class BackwardPass:
             for item in queue.items.values()
             if item.is_reduced
             and not item.is_agreed
-            and item.position == CLOSED
+            and item.ends_with == NOT_OPEN
             and item not in queue.issued
             and (
                 item in queue.asked
@@ -290,7 +291,7 @@ class BackwardPass:
             and (item.handle.requires_grad or item.handle.grads.waits_for_reduction)
         ]
         for item in [*queue.agreed, *still_open, *unsynced]:
-            if item.position == CLOSED and item not in queue.issued:
+            if item.ends_with == NOT_OPEN and item not in queue.issued:
                 item.handle.adopt_changes()  # no call has done it: the unit did not run
             item.handle.grads.pack_rest(may_overwrite=not item.keeps_values)
         found = dict.fromkeys([*queue.agreed, *queue.issued, *still_open, *unsynced])
@@ -298,7 +299,7 @@ class BackwardPass:
 
     def _issue_rest(self, unsynced: list[Item]) -> None:
         """Reduce the handles that are still open at the end, and the given others."""
-        self.end_units_after(-1)
+        self.end_units_after(NO_CALL)
         for item in unsynced:
             self.queue.issue(item)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from composable_shard.comm import FlagReduction, Ranks, ShardGroup, compare_units
-from composable_shard.flat_param import FlatParamHandle, has_gradient_hooks
+from composable_shard.flat_param import FORMS, FlatParamHandle, has_gradient_hooks
 from composable_shard.options import UnitSettings
 from composable_shard.runtime.unit import ShardState, StateRef
 from composable_shard.runtime.whole_model import raise_unmanaged
@@ -84,7 +84,7 @@ def describe_options(state: ShardState, settings: UnitSettings) -> str:
         "changed_registration": [
             handle.name
             for handle in state.handles
-            if handle.shown.shows_flat is state.options.use_orig_params
+            if handle.shown.form.has_names is not FORMS[state.options.form].has_names
         ],
         "no_gradient_sync": not settings.requires_gradient_sync,
         "no_all_reduce": not settings.requires_all_reduce,

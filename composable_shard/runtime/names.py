@@ -47,9 +47,7 @@ def rename(module: nn.Module) -> None:
     for state, name in named.items():
         for handle in state.handles:
             handle.label.rename(state.name)
-            if handle.shown.flat is not None:
-                flat_name = f"{name}.{handle.shown.flat_slot.name}"
-                handle.shown.flat.label.rename(flat_name.lstrip("."))
+            handle.shown.form.rename(name)
 
 
 def remember_names(states: Iterable[ShardState]) -> Callable[[], None]:

@@ -77,7 +77,8 @@ from composable_shard.torch_private import (
 
 LATE = 2  # a flag: some rank has gradients of a handle that came after its reduction
 _MAY_CHANGE = 2  # a flag of early gradients
-CLOSED = -2  # a position
+NO_CALL = -1  # in place of the number of a call: the end of the backward
+NOT_OPEN = -2  # likewise: none, for the backward has not reached the handle, or it is over
 
 
 class Stage(Enum):
@@ -107,9 +108,10 @@ class Item:
         is_reduced: The backward reduces the gradients; otherwise they stay unsharded.
         is_agreed: They are reduced in the agreed order, [Note: Agreed order].
         stage: How far they are.
-        position: Number of the unit's first call: the handle ends when the backward has passed it;
-            -1: with the backward; `CLOSED`: the backward has not reached it, or it is over.
+        ends_with: Number of the unit's first call: the handle ends when the backward has passed it.
+            `NO_CALL`: with the backward. `NOT_OPEN`: the backward has not reached it, or is over.
         counted: Parameters whose gradients have come, where their number starts a reduction.
+        had_all: Its last reduction was issued after autograd had run all nodes of the backward.
         flags: The flag reduction of early gradients, in flight.
         num_ended: Handles that have ended since `flags` was issued.
         used: Which parameters get one of the FINAL gradients.
@@ -118,13 +120,14 @@ class Item:
 
     __slots__ = (
         "counted",
+        "ends_with",
         "flags",
+        "had_all",
         "handle",
         "is_agreed",
         "is_reduced",
         "num_ended",
         "num_writes",
-        "position",
         "stage",
         "state",
         "used",
@@ -135,7 +138,8 @@ class Item:
         self.is_reduced = self.is_wanted
         self.is_agreed = False
         self.stage = OPEN
-        self.position = CLOSED
+        self.ends_with = NOT_OPEN
+        self.had_all = False
         self.counted: set[int] = set()
         self.flags: FlagReduction | None = None
         self.num_ended = self.num_writes = 0
@@ -191,9 +195,8 @@ class ReductionQueue:
         items: The tree's handles, in the order of the units.
         agreed: Those that are reduced in the agreed order, in that order.
         asked: Those that a backward inside this one asked to reduce, which began without it.
-        issued: Those that this backward has reduced, the last one last; True: since autograd has
-            run all its nodes.
-        puts_off: Some handle is not reduced.
+        issued: Those that this backward has reduced, the last one last.
+        reduces_all: Every handle is reduced.
         accumulates: This rank accumulates gradients of parameters, or some rank is known to.
         is_sure: All ranks know that some rank accumulates gradients.
         asks_for_late: The flags at the end show handles whose gradients came after a reduction.
@@ -209,10 +212,10 @@ class ReductionQueue:
         self._expected: list[Item] = []  # agreed, reduced by all ranks, and not issued yet
         self._over: dict[Item, None] = {}  # agreed, in the order in which this rank was ready
         self.asked: dict[Item, None] = {}
-        self.issued: dict[Item, bool] = {}
+        self.issued: dict[Item, None] = {}
         self._flagged: dict[Item, None] = {}  # with flags in flight
         self._final: list[Item] = []
-        self.puts_off = self.is_ending = False
+        self.reduces_all, self.is_ending = True, False
         self.accumulates = self.is_sure = self.asks_for_late = False
         self.window: int | None = None
         self.hook_error: BaseException | None = None
@@ -226,7 +229,7 @@ class ReductionQueue:
         for state in states:
             for handle in state.handles:
                 item = self.items[handle] = Item(state, handle)
-                self.puts_off = self.puts_off or not item.is_reduced
+                self.reduces_all = self.reduces_all and item.is_reduced
                 # Without new gradients too waiting ones are reduced: of all handles, or of none.
                 self.accumulates = (
                     self.accumulates
@@ -295,7 +298,7 @@ class ReductionQueue:
         this call, its end reduces nothing.
         """
         may_wait = item.handle.shown.has_early_hooks or item in self.issued
-        return item.position == self.window and item.is_reduced and not may_wait
+        return item.ends_with == self.window and item.is_reduced and not may_wait
 
     def make_ready(self, item: Item, *, is_early: bool = False) -> None:
         """Note that a handle is ready; issue what is first now.
@@ -308,8 +311,7 @@ class ReductionQueue:
             self.issue(item, is_early=is_early)
         elif item in self.issued:
             # By the call that the backward reached before: the same on all ranks, unless asked for.
-            # One that was issued since autograd ended had all its gradients then.
-            if not self.asks_for_late and not self.issued[item]:
+            if not self.asks_for_late and not item.had_all:
                 self.issue(item)
         else:
             item.stage = READY
@@ -361,7 +363,8 @@ class ReductionQueue:
             is_deferred=item.is_deferred,
         )
         item.stage = ISSUED
-        self.issued[item] = self.is_ending
+        item.had_all = self.is_ending
+        self.issued[item] = None
         if is_early and not keeps:
             release_after_backward(handle)
         if self._final:

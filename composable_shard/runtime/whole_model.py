@@ -96,8 +96,6 @@ def _unmanaged_names(places: Iterable[_Place], states: Sequence[ShardState]) -> 
     exempt: set[int] = set()
     for state in states:
         exempt.update(map(id, state.options.ignored_params or ()))
-    flats = [handle.shown.flat for handle in handles if handle.shown.flat is not None]
-    exempt.update(id(form) for flat in flats for form in (flat.sharded, flat.unsharded))
     ranks = {
         rank
         for handle in handles

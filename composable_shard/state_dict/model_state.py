@@ -194,7 +194,7 @@ def check_shows_originals(state: ShardState) -> None:
     flat = [
         h.name
         for h in state.needed_handles
-        if h.shown.shows_flat and h.shown.state is not Shown.SCOPE
+        if not h.shown.form.has_names and h.shown.state is not Shown.SCOPE
     ]
     if flat:
         raise RuntimeError(

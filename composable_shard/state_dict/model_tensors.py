@@ -278,10 +278,7 @@ class ModelTensors:
         self.sharded = sorted(found, key=lambda param: (order[param.handle], param.index))
         # Those with a parameter in the model, also of units outside of it
         self.handles = list(dict.fromkeys(param.handle for param in self.sharded))
-        managed = {id(entry.sharded) for handle in handles for entry in handle.entries}
-        managed |= {
-            id(handle.shown.flat.sharded) for handle in handles if handle.shown.flat is not None
-        }
+        managed = {id(each.sharded) for handle in handles for each in handle.shown.form.every}
         self.others = _find_others(model, managed)  # all other parameters, and all buffers
         self._model = model
         self._computed: dict[str, Tensor] = {}

@@ -392,8 +392,8 @@ def test_c6_part_of_a_flat_parameter_is_not_frozen() -> None:
         reshard(model.blocks[0])
     _loss(model, 0).backward()
     (handle,) = get_handles(model.blocks[0])
-    assert handle.shown.flat is not None
-    assert handle.shown.flat.sharded.grad is not None
+    (flat,) = handle.shown.at_rest
+    assert flat.sharded.grad is not None
 
 
 @distributed(2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.flat_param import FullState, Precision, Shown
 from composable_shard.flat_param.entries import ParamEntry
+from composable_shard.flat_param.form import OriginalForm
 from composable_shard.flat_param.full_values import MOVES, FullValues
 from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.gradients import FlatGradients
@@ -20,7 +21,7 @@ from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.scopes import enter_scope, leave_scope
 from composable_shard.flat_param.shown import ShownParams
-from composable_shard.flat_param.slots import FlatSlot, ModuleItems, find_slots
+from composable_shard.flat_param.slots import ModuleItems, find_slots
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
 from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec, UnitLabel, WriteGuard
@@ -219,8 +220,7 @@ def _alone(module: nn.Linear) -> tuple[FullValues, ShownParams]:
     layout = FlatLayout.plan([param.numel() for param in module.parameters()], 1, 4)
     plan = MemoryPlan(_shard_group(), Precision(), OffloadPolicy(), True)
     shard, full = plan.allocate(layout, WriteGuard(), torch.float32, CPU)
-    shown = ShownParams(_entries(module, shard), None, shard.guard, shows_flat=False)
-    shown.set_flat_slot(FlatSlot(module, "_flat_param"))
+    shown = ShownParams(_entries(module, shard), OriginalForm(), shard.guard)
     return full, shown
 
 

@@ -10,6 +10,8 @@
   comments and imports do not count: a file that only passes on or explains has no part in it. The
   words were found by reading the functions that handle the feature. They do not see a flag under
   another name, so a change that adds a name for a feature adds it to them.
+- *options that the reading path imports*: imports, by a file of `READING_PATH`, of a module whose
+  idea is an option or what only some programs do, `OPTION_MODULES`; through an `__init__` too.
 - *bare branchy functions*: functions of the core with at least `MANY_BRANCHES` branches and no
   comment inside. A branch is an `if`, a loop, an `except`, an `a if b else c`, or a `case`, those
   of inner functions aside. So many of them stand in an order that matters; a comment says which
@@ -22,16 +24,19 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 
 from tests.house.source import Source, Tree
 from tests.house.steps import Entered
 
 __all__ = [
     "FEATURES",
+    "IMPORTED_OPTIONS",
+    "OPTION_MODULES",
     "READING_PATH",
     "bare_branchy_functions",
     "files_of_features",
+    "imported_options",
     "named_on_the_path",
     "num_code_lines",
     "plain_path",
@@ -41,7 +46,8 @@ MANY_BRANCHES = 6
 
 # A word with a dot in front is one that only an attribute is.
 FEATURES = {
-    "flat form": r"shows_flat|flat_slot|Flat(Entry|Slot|Form)|\w+_FLAT|use_orig_params|\.flat|"
+    "flat form": r"shows_flat|flat_slot|Flat(Entry|Slot|Form|Place)|OriginalsAgain|\w+_FLAT|"
+    r"FLAT_\w+|use_orig_params|\.flat|"
     r"(\w+_)?(show|hide|set|make)_(flat|originals)(_\w+)?",
     "pending gradients": r"is_unsynced|marks|PendingGradient|postpone|waits_for_reduction|"
     r"((un)?mark|forget|drop|hide|show)_pending(_\w+)?|pending_values",
@@ -58,19 +64,18 @@ FEATURES = {
 # that names none must go on doing so, and a feature that has left a file leaves the list too.
 READING_PATH: dict[str, set[str]] = {
     "construct/forming.py": {"flat form", "buckets", "small group"},
-    "construct/build.py": {"flat form"},
+    "construct/build.py": set(),
     "layout/flat_layout.py": set(),
-    "flat_param/handle.py": {
-        *("flat form", "pending gradients", "scopes", "small group", "second stage")
-    },
+    "flat_param/handle.py": {"pending gradients", "scopes", "small group", "second stage"},
     "runtime/unit.py": {"scopes", "buckets", "agreed order"},
     "runtime/forward.py": {"scopes", "agreed order"},
     "runtime/gathers.py": {"small group"},
     "flat_param/full_values.py": {"small group"},
     "comm/algorithms.py": set(),
-    "flat_param/shown.py": {"flat form", "scopes", "early hooks"},
+    "flat_param/shown.py": {"scopes", "early hooks"},
+    "flat_param/form.py": {"scopes"},
     "runtime/backward.py": {"scopes", "buckets", "early hooks"},
-    "flat_param/gradients.py": {"flat form", "pending gradients", "second stage"},
+    "flat_param/gradients.py": {"pending gradients", "second stage"},
     "runtime/reduction_queue.py": {
         *("pending gradients", "buckets", "early hooks", "agreed order", "second stage")
     },
@@ -79,6 +84,37 @@ READING_PATH: dict[str, set[str]] = {
         *("pending gradients", "early hooks", "agreed order", "second stage")
     },
     "tensor/flat_shard.py": set(),
+}
+
+# What a reader of the plain path need not know.
+OPTION_MODULES = frozenset(
+    {
+        *("comm.hooks", "comm.host_group", "construct.split_by_hand"),
+        *("flat_param.extended_gathers", "flat_param.flat_form", "flat_param.host_gradient"),
+        *("flat_param.kept_classes", "flat_param.owners", "flat_param.pending_gradients"),
+        *("flat_param.precision", "flat_param.scope_params", "flat_param.scopes"),
+        *("flat_param.user_hooks", "layout.buckets", "layout.ownership"),
+        *("runtime.buffer_broadcast", "runtime.casts", "runtime.late_outputs"),
+        *("runtime.meta_buffers", "runtime.reduction_order"),
+    }
+)
+
+# Which of them each file of the reading path still imports; as with the words, no further one.
+IMPORTED_OPTIONS: dict[str, set[str]] = {
+    "construct/forming.py": {"flat_param.owners"},
+    "construct/build.py": {
+        *("flat_param.flat_form", "flat_param.precision", "runtime.buffer_broadcast"),
+        *("runtime.casts", "runtime.meta_buffers"),
+    },
+    "flat_param/handle.py": {"flat_param.precision", "flat_param.user_hooks"},
+    "runtime/unit.py": {"runtime.buffer_broadcast", "runtime.reduction_order"},
+    "runtime/forward.py": {"flat_param.pending_gradients", "flat_param.scopes"},
+    "flat_param/full_values.py": {"comm.hooks"},
+    "flat_param/shown.py": {"flat_param.scope_params"},
+    "flat_param/gradients.py": {"flat_param.host_gradient"},
+    "runtime/reduction_queue.py": {"flat_param.user_hooks"},
+    "flat_param/gradient_reduction.py": {"comm.hooks"},
+    "runtime/backward_pass.py": {"flat_param.pending_gradients"},
 }
 
 
@@ -134,6 +170,15 @@ def named_on_the_path(tree: Tree, core: Set[str]) -> dict[str, set[str]]:
         path: {name for name, files in features if any(each.startswith(path) for each in files)}
         for path in READING_PATH
     }
+
+
+def imported_options(tree: Tree, paths: Iterable[str], options: Set[str]) -> dict[str, set[str]]:
+    """Return which of some modules each file imports, of the files that import any."""
+    needs = {
+        tree.sources[module].path: {target.removeprefix(f"{tree.name}.") for target in targets}
+        for module, targets in tree.imports().items()
+    }
+    return {path: found for path in paths if (found := needs[path] & options)}
 
 
 def _identifiers(source: Source) -> Iterator[str]:

@@ -245,6 +245,33 @@ def test_the_reading_path_names_no_further_feature() -> None:
     assert reading.named_on_the_path(tree, house.CORE) == reading.READING_PATH
 
 
+def test_the_reading_path_imports_no_further_option() -> None:
+    """Nor, as with the words, does the list have an import that has gone."""
+    tree = Tree(Path(composable_shard.__file__).parent)
+    paths = {source.path.removesuffix(".py").replace("/", ".") for source in tree.modules}
+    assert paths >= reading.OPTION_MODULES
+    found = reading.imported_options(tree, reading.READING_PATH, reading.OPTION_MODULES)
+    assert found == reading.IMPORTED_OPTIONS
+
+
+def test_an_option_is_imported_also_through_an_init(tmp_path: Path) -> None:
+    """By any of its names, or as a module; not what another file imports."""
+    option = "def run(): ..."
+    _tree(
+        tmp_path,
+        low__option=option,
+        low__other=option,
+        high__by_name="from house.low import run as go",
+        high__by_module="from house.low import option",
+        high__none="from house.low.other import run",
+    )
+    (tmp_path / "house" / "low" / "__init__.py").write_text("from house.low.option import run")
+    tree = Tree(tmp_path / "house")
+    paths = [f"high/{name}.py" for name in ("by_name", "by_module", "none")]
+    found = reading.imported_options(tree, paths, {"low.option"})
+    assert found == {path: {"low.option"} for path in paths[:2]}
+
+
 def test_the_architecture_begins_with_the_reading_path() -> None:
     """Its first table has the files in their order."""
     text = (Path(__file__).parents[2] / "docs/architecture.md").read_text()

@@ -251,7 +251,7 @@ def _swap_average(model: nn.Module) -> None:
 
 
 def _load_own_values(model: nn.Module) -> None:
-    is_flat = any(handle.shown.shows_flat for handle in get_handles(model))
+    is_flat = not all(handle.shown.form.has_names for handle in get_handles(model))
     if is_flat:
         register_orig_params(model)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})

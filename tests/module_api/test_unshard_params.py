@@ -170,7 +170,7 @@ def _snapshot_of_scope(model: nn.Module) -> list[Any]:
             handle.local_shard.untyped_storage().data_ptr(),
             handle.grads._own.buffer.untyped_storage().size(),
             handle.shown.is_unsharded,
-            handle.shown.shows_flat,
+            handle.shown.form.has_names,
             handle.shown.scope is not None,
             handle.guard.is_in_scope,
             len(handle.full.readers.claims),

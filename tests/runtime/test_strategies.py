@@ -136,7 +136,7 @@ def test_flat_parameters_accumulate(strategy: ShardingStrategy) -> None:
             loss_of(model, step).backward()
     for handle, flat in zip(*map(get_handles, models), strict=True):
         expected = torch.cat([entry.sharded.grad.to_local() for entry in handle.entries])
-        shown = flat.shown.flat.sharded.grad.to_local()
+        shown = flat.shown.at_rest[0].sharded.grad.to_local()
         pieces = [e.slice_of(F.pad(shown, (0, 1000))) for e in flat.entries]
         assert_equal(torch.cat(pieces), expected)
 
