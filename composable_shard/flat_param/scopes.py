@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from composable_shard.flat_param.kept_params import run_on_shown
 from composable_shard.flat_param.param_classes import UnshardedDTensor, UnshardedParameter
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.shown import (
@@ -89,7 +90,8 @@ def leave_scope(shown: ShownParams) -> None:
     shown.show_again()
     if not shown.shows_flat:
         shown.flat_slot.remove()
-    let_stand(shown)
+    # Also where modules show full parameters again: the scope may have written the shards.
+    shown.notes.torch_function = run_on_shown
     shown.scope = None  # last: whoever finds it after an interrupt repeats the rest
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from composable_shard.flat_param.entries import FlatEntry, ParamEntry
 from composable_shard.flat_param.hidden import hide, hide_flat, set_requires_grad, unhide
-from composable_shard.flat_param.kept_params import run_on_shown
+from composable_shard.flat_param.kept_params import follow_writes, run_on_shown
 from composable_shard.flat_param.param_classes import Aliases
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.slots import FlatSlot
@@ -92,7 +92,7 @@ class ShownParams:
         self.entries = entries
         self.flat = flat
         self.guard = guard
-        guard.let_ask_shown(weakref.WeakMethod(self._shows_full))
+        guard.let_ask_shown(weakref.WeakMethod(self.shows_full))
         self.state = SHARDED
         self.shows_flat = shows_flat
         self.at_rest: Sequence[ParamEntry] = entries
@@ -142,14 +142,17 @@ class ShownParams:
         state = self.state if self.scope is None else self.scope.before
         return state in (UNSHARDED, UNSHARDED_FLAT, CHANGING)
 
-    def _shows_full(self) -> bool:
+    def shows_full(self) -> bool:
+        """Return whether modules show the full parameters of the handle, outside of scopes."""
         return self.state in (UNSHARDED, UNSHARDED_FLAT)
 
     # Forms of the handle
 
     def show_unsharded(self) -> None:
-        """Make the modules show the unsharded parameters."""
+        """Make the modules show the unsharded parameters, which have current values."""
         if self.state is UNSHARDED or self.scope is not None:
+            if self.scope is None and self.notes.torch_function is not disabled_torch_function:
+                follow_writes(self)  # `unshard` shows them, and shards were written
             return
         if self.state is UNSHARDED_FLAT:
             self.show_unsharded_as(None)
@@ -270,8 +273,7 @@ class ShownParams:
 
 def let_stand(shown: ShownParams) -> None:
     """Let the full parameters stand for what modules show, unless they show these."""
-    shows_full = shown.state in (UNSHARDED, UNSHARDED_FLAT)
-    shown.notes.torch_function = disabled_torch_function if shows_full else run_on_shown
+    shown.notes.torch_function = disabled_torch_function if shown.shows_full() else run_on_shown
 
 
 def trainable_flags(shown: ShownParams) -> list[bool]:
