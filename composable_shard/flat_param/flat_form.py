@@ -195,10 +195,12 @@ class OriginalsAgain(OriginalForm):
         self.unhide()
         hide(self.flat.sharded, _HiddenFlat)
 
-    def shown_at(self, position: int, scope: Scope | None) -> Tensor:
+    def shown_at(self, position: int, scope: Scope | None, *, is_full: bool = False) -> Any:
         """Return what modules show in place of a full parameter, or of `ALL`."""
         if position != ALL:
-            return super().shown_at(position, scope)
+            return super().shown_at(position, scope, is_full=is_full)
+        if is_full:
+            return self.flat.unsharded
         at_rest, full = self.flat.sharded, None if scope is None else scope.full
         return at_rest if full is None else full.flat_param(at_rest)
 

@@ -98,10 +98,15 @@ class OriginalForm:
 
     # What stands for a full parameter that a program has kept, [Note: Kept objects]
 
-    def shown_at(self, position: int, scope: Any) -> Tensor:
-        """Return what modules show in place of a full parameter: a scope's, or that at rest."""
-        param: Tensor = self.entries[position].sharded if scope is None else scope.params[position]
-        return param
+    def shown_at(self, position: int, scope: Any, *, is_full: bool = False) -> Any:
+        """Return what modules show in place of a full parameter.
+
+        A scope's, or with `is_full` the parameter that has full values now, or that at rest.
+        """
+        if scope is not None:
+            return scope.params[position]
+        entry = self.entries[position]
+        return entry.unsharded if is_full else entry.sharded
 
     def gradient_at(self, position: int, used: Sequence[bool]) -> tuple[ParamEntry, Tensor | None]:
         """Return the record of a full parameter, and the gradient that it has at rest.

@@ -361,6 +361,7 @@ class FlatParamHandle:
         self.memory.check(self.shown.at_rest, self.name)
         self.initial.forget()
         self.is_attached = False
+        let_stand(self.shown)  # where modules show the full parameters, which are asked below
         with torch.inference_mode(False), torch.no_grad():
             self.rebuild_shard(self.full)  # each old slice is freed as its parameter leaves it
             if self.on_gradient is not None:

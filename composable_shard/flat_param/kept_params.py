@@ -9,12 +9,17 @@ which its operations run.
 Torch asks an operand for `__torch_function__` as for any attribute of an object. Here that is a
 property made of C functions, which reads notes that the parameters of a handle share. So one write
 changes all of them, and a step, in which the modules show these parameters, calls no function.
+
+Between `unshard` and `reshard` modules show full parameters after a step, too. So the first write
+to the shards there changes the notes, and the next operation gathers the values of that step.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -65,19 +70,56 @@ def shown_for(kept: Any) -> Any:
             "deleted. Clone in the forward what you want to keep."
         )
     shown = handle.shown
-    return shown.form.shown_at(position, shown.scope)
+    is_full = shown.scope is None and shown.shows_full()
+    return shown.form.shown_at(position, shown.scope, is_full=is_full)
 
 
 def values_for(kept: Any) -> Any:
     """Return what has the values of a full parameter: itself if it has the current ones."""
     shown = shown_for(kept)
-    if shown is kept:
+    notes = kept.shard_aliases
+    if notes.torch_function is disabled_torch_function:
         return kept
-    handle = kept.shard_aliases.handle()
+    handle = notes.handle()
+    if handle.shown.shows_full():
+        if handle.shown.notes.torch_function is not disabled_torch_function:
+            _gather_again(handle)
+        return shown_for(kept)  # new data of another dtype has new objects
     is_own = handle.shown.scope is None and handle.full.is_readable()
     # `p.data = x` at rest: the next forward takes the new values over.
     is_own = is_own and all(each.sharded._local is each.shard_view for each in handle.shown.at_rest)
     return kept if is_own else shown
+
+
+def follow_writes(shown: Any) -> None:
+    """Let the full parameters that modules show stand for themselves until shards are written."""
+    shown.notes.torch_function = disabled_torch_function
+    shown.guard.at_next_write("shown", partial(_note_write, weakref.ref(shown)))
+
+
+def _note_write(shown_ref: weakref.ref[Any]) -> None:
+    shown = shown_ref()
+    if shown is None or not shown.shows_full():
+        return
+    handle = shown.notes.handle()
+    if handle is not None and not handle.full.is_whole and not handle.full.params.is_locked:
+        handle.full.params.warn_of_edits("between unshard and reshard")  # before they are gone
+    shown.notes.torch_function = run_on_shown
+
+
+def _gather_again(handle: Any) -> None:
+    """Give the full parameters that modules show the values of shards that were written."""
+    handle.shown.notes.torch_function = disabled_torch_function
+    try:
+        handle.adopt_changes()
+        if not handle.full.can_write_back:
+            handle.unshard(None, "read between unshard and reshard")
+            handle.full.wait()
+    except BaseException:
+        # Values that could not be gathered have no memory, and must not be shown.
+        handle.shown.show_sharded()
+        raise
+    follow_writes(handle.shown)
 
 
 @contextmanager
@@ -97,11 +139,11 @@ def run_on_shown(
     """Run an operation on what has the values of kept parameters."""
     named = kwargs or {}
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    if attribute == "grad" or attribute.startswith("_"):
+    if attribute == "requires_grad" and (shown := shown_for(args[0])) is not args[0]:
+        return shown.requires_grad  # its getter
+    if attribute in ("grad", "requires_grad") or attribute.startswith("_"):
         with DisableTorchFunctionSubclass():  # the library asks the object; users get `Kept.grad`
             return func(*args, **named)
-    if attribute == "requires_grad":
-        return shown_for(args[0]).requires_grad  # its getter
     has_own: list[Any] = []
     found, found_named = _replace(args, has_own), _replace(named, has_own)
     with DisableTorchFunctionSubclass() if has_own else nullcontext():

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from composable_shard.flat_param.kept_params import run_on_shown
 from composable_shard.flat_param.param_classes import UnshardedDTensor, UnshardedParameter
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.shown import (
@@ -93,7 +94,8 @@ def leave_scope(shown: ShownParams) -> None:
     shown.state = shown.scope.before
     shown.form.hide()
     shown.show_again()
-    let_stand(shown)
+    # Also where modules show full parameters again: the scope may have written the shards.
+    shown.notes.torch_function = run_on_shown
     shown.scope = None  # last: whoever finds it after an interrupt repeats the rest
 
 

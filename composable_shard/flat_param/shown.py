@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.form import OriginalForm, Place
-from composable_shard.flat_param.kept_params import run_on_shown
+from composable_shard.flat_param.kept_params import follow_writes, run_on_shown
 from composable_shard.flat_param.param_classes import Aliases
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.slots import ModuleItems
@@ -90,7 +90,7 @@ class ShownParams:
     def __init__(self, entries: list[ParamEntry], form: OriginalForm, guard: WriteGuard) -> None:
         self.entries = entries
         self.guard = guard
-        guard.let_ask_shown(weakref.WeakMethod(self._shows_full))
+        guard.let_ask_shown(weakref.WeakMethod(self.shows_full))
         self.state = SHARDED
         self.scope: Scope | None = None
         self.notes = Aliases()
@@ -132,12 +132,15 @@ class ShownParams:
         state = self.state if self.scope is None else self.scope.before
         return state.is_full or state is CHANGING
 
-    def _shows_full(self) -> bool:
+    def shows_full(self) -> bool:
+        """Return whether modules show the full parameters of the handle, outside of scopes."""
         return self.state.is_full
 
     def show_unsharded(self) -> None:
-        """Make the modules show the unsharded parameters."""
+        """Make the modules show the unsharded parameters, which have current values."""
         if self.state is UNSHARDED or self.scope is not None:
+            if self.scope is None and self.notes.torch_function is not disabled_torch_function:
+                follow_writes(self)  # `unshard` shows them, and shards were written
             return
         self.state = CHANGING
         for container, key, _, unsharded in self._places:
@@ -197,8 +200,7 @@ class ShownParams:
 
 def let_stand(shown: ShownParams) -> None:
     """Let the full parameters stand for what modules show, unless they show these."""
-    is_full = shown.state.is_full
-    shown.notes.torch_function = disabled_torch_function if is_full else run_on_shown
+    shown.notes.torch_function = disabled_torch_function if shown.shows_full() else run_on_shown
 
 
 def describe_object(found: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from composable_shard.flat_param import RESHARD, keep_left_gradients
+from composable_shard.flat_param import RESHARD, follow_writes, keep_left_gradients
 from composable_shard.runtime import (
     ShardState,
     TrainingState,
@@ -103,6 +103,7 @@ def _show_unsharded(state: ShardState) -> None:
             handle.unshard(state.context.streams)
         handle.full.wait()
         handle.shown.show_unsharded()
+        follow_writes(handle.shown)
 
 
 def _reshard(state: ShardState) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from composable_shard.flat_param import HIDDEN_ALIAS, LOCKED, FlatParamHandle
+from composable_shard.flat_param import HIDDEN_ALIAS, LOCKED, FlatParamHandle, Kept
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
     GivingWay,
@@ -50,6 +50,7 @@ _REFUSAL = (
     "disable_saved_tensors_hooks(reason)."
 )
 _CHECKPOINT = "torch.utils.checkpoint"
+_PARAMS = FlatShard, Kept
 _PLAIN = {bool, int, float, str, set, type(None)}  # types of most attributes of modules
 
 
@@ -350,10 +351,11 @@ def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
             if type(item) in _PLAIN:
                 continue
             # The module's dicts of parameters and buffers are among the Mappings. A shard in them
-            # is of no graph; the full parameters are the caller's to leave out.
+            # is of no graph, nor is a full parameter, which might stand for one. Those of a class
+            # of their own are the caller's to leave out.
             found = item if isinstance(item, (list, tuple)) else (item,)
             if isinstance(item, Mapping):
                 found = list(item.values())
             for value in found:
-                if isinstance(value, Tensor) and not isinstance(value, FlatShard):
+                if isinstance(value, Tensor) and not isinstance(value, _PARAMS):
                     yield value
