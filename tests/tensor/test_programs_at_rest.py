@@ -15,6 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from composable_shard import Block, FlatShard, ShardingStrategy, fully_shard
 from tests.harness.ranks import distributed
@@ -133,6 +138,23 @@ def test_programs_at_rest_with_replicas() -> None:
     def shard_net(net: nn.Module) -> None:
         for unit in (net.a, net):
             fully_shard(unit, mesh=mesh)
+
+    _compare_programs(shard_net)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+@distributed(4)
+def test_programs_at_rest_on_a_tensor_parallel_mesh(is_alone: bool) -> None:
+    """Parameters that are cut by rows and by columns; also where a unit is not sharded."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def shard_net(net: nn.Module) -> None:
+        plan = {"square": ColwiseParallel(), "a": RowwiseParallel()}
+        parallelize_module(net, mesh["tensor"], plan)
+        strategy = ShardingStrategy.NO_SHARD if is_alone else ShardingStrategy.FULL_SHARD
+        fully_shard(net.a, mesh=mesh["data"], strategy=strategy)
+        fully_shard(net.square, mesh=mesh["data"], strategy=strategy)
+        fully_shard(net, mesh=mesh["data"])
 
     _compare_programs(shard_net)
 
