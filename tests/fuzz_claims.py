@@ -887,9 +887,10 @@ def run_apart(world_size: int, seed: int, features: set[str]) -> str:
         # A loss kept aside may depend on none of the `inputs`.
         is_missed = hides and any(micro.inputs for micro in micros)
         has_regions = any(block.checkpoint is not None for block in case.blocks)
-        # One rank alone may get a gradient of a unit with a hidden output: it waits for the others.
+        # One rank alone may get a gradient of a unit with a hidden output, or run a region again
+        # that reads a unit: it waits for the others, which may be in the plain model's reduction.
         refusals = [AT_REST_IN_FLAT_FORM, *[UNREACHED] * is_missed, *[IN_AND_OUT] * has_regions]
-        refusals += [ALONE, "/third_party/gloo/"] * (hides and case.is_uneven)
+        refusals += [ALONE, "/third_party/gloo/"] * ((hides or is_local) and case.is_uneven)
         if not (may_be_refused and is_refused(error, world_size, *refusals)):
             raise
         return "refused"

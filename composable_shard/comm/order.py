@@ -95,7 +95,8 @@ class GroupOrder:
         self._agreed: set[int] = set()  # on all ranks, since exchanges began the last time
         self._num_again = 0  # how many since the last one that was new to these
         self._num_known = 0
-        self.left_out: set[object] = set()  # classes and groups of optimizers that ranks differ in
+        # By models: the kinds of optimizers of which the ranks have different numbers
+        self.left_out: dict[object, set[tuple[str, int]]] = {}
         self.has_news = False  # whether the step before the last `fold` has issued something new
         self._late: deque[tuple[Any, Tensor, torch.Event]] = deque()
         self._recent: list[int] = []

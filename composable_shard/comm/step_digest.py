@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ class Proposal:
 class OptimizerNumbers:
     """What an optimizer holds in its parameter groups."""
 
-    name: str  # of its class
+    kind: tuple[str, int]  # its class, and how many groups it has
     groups: Sequence[Mapping[str, Any]]
     digest: int  # of both, 32 bits
 
@@ -66,7 +68,8 @@ class _StepRecord:
     since the last backward, whether gradients of earlier backwards exist, which model this is (two
     models of one class have units of the same names), and the numbers in the groups of the
     optimizers that have stepped. A rank may have no optimizer, or no group, for parameters of which
-    it holds nothing; once ranks differ in that, numbers are not compared any more. A proposal has a
+    it holds nothing: once the ranks differ in how many optimizers of a class and a number of groups
+    have stepped with a model, the numbers of these are not compared any more. A proposal has a
     separate digest, in which ranks may differ. One byte says whether a rank has issued a new
     collective; then all ranks exchange identities again. [Note: First steps]
 
@@ -99,13 +102,14 @@ class _StepRecord:
             {each for group, each in facts.numbers if group.joint_groups == joint}
         )
         digest = zlib.crc32(str(self._numbers).encode(), digest)
-        self._optimizers: Sequence[OptimizerNumbers] = ()
         self._order = order_of(joint[0]) if joint else GroupOrder()
-        self._shape = tuple((one.name, len(one.groups)) for one in facts.optimizers)
-        if self._shape not in self._order.left_out:
-            self._optimizers = facts.optimizers
-            for each in facts.optimizers:
-                digest = zlib.crc32(each.digest.to_bytes(4, "little"), digest)
+        self._optimizers = facts.optimizers
+        if left_out := self._order.left_out.get(tuple(self._numbers)):
+            self._optimizers = [each for each in facts.optimizers if each.kind not in left_out]
+        if len(self._optimizers) > 1:  # ranks that lack some may have the others in another order
+            self._optimizers = sorted(self._optimizers, key=attrgetter("kind"))
+        for each in self._optimizers:
+            digest = zlib.crc32(each.digest.to_bytes(4, "little"), digest)
         self.sent = [*_with_complement(digest), int(has_news)]
         if proposal is not None:
             self.sent += _with_complement(proposal.digest)
@@ -120,13 +124,16 @@ class _StepRecord:
     def optimizers(self) -> list[tuple[str, list[dict[str, str]]]]:
         """Return classes, and the numbers of each group as text."""
         return [
-            (one.name, [{key: repr(value) for key, value in each.items()} for each in one.groups])
+            (
+                one.kind[0],
+                [{key: repr(value) for key, value in each.items()} for each in one.groups],
+            )
             for one in self._optimizers
         ]
 
-    def leave_out_optimizers(self) -> None:
-        """Compare no numbers of optimizers from now on, for the ranks have different ones."""
-        self._order.left_out.add(self._shape)
+    def leave_out(self, kinds: Iterable[tuple[str, int]]) -> None:
+        """Do not compare numbers of these kinds of optimizers with this model from now on."""
+        self._order.left_out.setdefault(tuple(self._numbers), set()).update(kinds)
 
     def exchange_again(self) -> None:
         """Exchange identities on all groups."""
@@ -180,16 +187,20 @@ _ADVICE_ON_NUMBERS = (
 _Optimizers = Sequence[Sequence[Any]]  # of one rank, as `_StepRecord.optimizers` returns them
 
 
-def _lines_of_numbers(optimizers: Sequence[_Optimizers]) -> list[list[str]] | None:
-    """Return the numbers of each rank as lines of text; None if ranks have other optimizers."""
-    shapes = [[(name, len(groups)) for name, groups in own] for own in optimizers]
-    if any(own != shapes[0] for own in shapes):
-        return None
-    # From here on one index is the same optimizer and group on all ranks. Keys are those of any
-    # rank, so that lines at one position are about one number.
+def _kinds_that_differ(optimizers: Sequence[_Optimizers]) -> set[tuple[str, int]]:
+    """Return the kinds of optimizers of which the ranks have different numbers."""
+    counts = [Counter((name, len(groups)) for name, groups in own) for own in optimizers]
+    return {kind for kind in set().union(*counts) if len({own[kind] for own in counts}) > 1}
+
+
+def _lines_of_numbers(optimizers: Sequence[_Optimizers]) -> list[list[str]]:
+    """Return the numbers of each rank as lines of text; the ranks have the same optimizers."""
+    # One index is the same optimizer and group on all ranks. Keys are those of any rank, so that
+    # lines at one position are about one number.
     lines: list[list[str]] = [[] for _ in optimizers]
-    for index, (name, num_groups) in enumerate(shapes[0]):
-        which = f"{name} (number {index + 1})" if len(shapes[0]) > 1 else name
+    kinds = [(name, len(groups)) for name, groups in optimizers[0]]
+    for index, (name, num_groups) in enumerate(kinds):
+        which = f"{name} (number {index + 1})" if len(kinds) > 1 else name
         for number in range(num_groups):
             groups = [own[index][1][number] for own in optimizers]
             for key in dict.fromkeys(chain(*groups)):
@@ -332,14 +343,15 @@ class _MeshReduction:
         messages = ranks.all_messages([ranks.rank, step.lines(), step.optimizers()])
         numbers, lines, optimizers = zip(*messages, strict=True)
         text = _describe_difference(lines, numbers, is_late=is_late)
-        of_numbers = _lines_of_numbers(optimizers)
-        if text is None and of_numbers is None:
-            step.leave_out_optimizers()
-            return
-        if text is None and of_numbers is not None:
+        if text is None:
+            odd = _kinds_that_differ(optimizers)
+            step.leave_out(odd)
+            same = [[x for x in own if (x[0], len(x[1])) not in odd] for own in optimizers]
             text = _describe_difference(
-                of_numbers, numbers, is_late=is_late, advice=_ADVICE_ON_NUMBERS
+                _lines_of_numbers(same), numbers, is_late=is_late, advice=_ADVICE_ON_NUMBERS
             )
+            if text is None and odd:
+                return
         raise RuntimeError(text or _WERE_NOT_IN_STEP)
 
     def abandon(self) -> None:

@@ -93,7 +93,8 @@ def numbers_of(
         for each, group in zip(known, optimizer.param_groups, strict=True):
             each.update(group, reads_device)
             digest = zlib.crc32(each.digest.to_bytes(4, "little"), digest)
-        found.append(OptimizerNumbers(name, [each.numbers for each in known], digest))
+        numbers = [each.numbers for each in known]
+        found.append(OptimizerNumbers((name, len(numbers)), numbers, digest))
     return found
 
 

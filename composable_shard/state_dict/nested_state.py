@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from composable_shard.state_dict import json_tree
 from composable_shard.state_dict.first_step import try_first_step
 from composable_shard.state_dict.optimizer_groups import Group, Member, States
-from composable_shard.state_dict.state_objects import told
+from composable_shard.state_dict.state_objects import named_tuples_in, told
 from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
@@ -134,11 +134,13 @@ def flatten(state: Mapping[Any, Any], label: str, cuts: Cuts) -> dict[str, Any]:
     """Return state with each container encoded, and the tensors in it by name. [Note: Flat state]
 
     Raises:
-        NotImplementedError: For a value of another class, naming it.
+        NotImplementedError: For a value of another class, a named tuple too, naming it.
     """
     flat: dict[str, Any] = {}
     odd: dict[Any, Any] = {}
     for name, value in ((name, told(value)) for name, value in state.items()):
+        for each in named_tuples_in(value):
+            raise NotImplementedError(_problem(name, label, each))
         is_leaf = isinstance(name, str) and isinstance(value, _LEAVES)
         if is_leaf and cuts.is_own(value, label):
             flat[name] = value

@@ -27,15 +27,32 @@ def has_state_dict(value: object) -> bool:
 
 
 def told(value: Any) -> Any:
-    """Return nested state with what stands for objects in their place; containers are copied."""
+    """Return nested state with what stands for objects in their place; containers are copied.
+
+    Named tuples stay: no save can hold them.
+    """
     if has_state_dict(value):
         return {_KIND: type(value).__qualname__, _STATE: told(value.state_dict())}
-    if not any(has_state_dict(each) for each in _objects_in(value)):
+    if is_named_tuple(value) or not any(has_state_dict(each) for each in _objects_in(value)):
         return value
     if isinstance(value, dict):
         return {key: told(item) for key, item in value.items()}
     items = [told(item) for item in value]
     return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
+
+
+def is_named_tuple(value: object) -> bool:
+    """Return whether a value is a tuple of a class with names, which a load would make a tuple."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def named_tuples_in(value: Any) -> Iterator[Any]:
+    """Yield the named tuples in nested state."""
+    if is_named_tuple(value):
+        yield value
+    elif isinstance(value, dict | list | tuple | deque):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from named_tuples_in(item)
 
 
 def _objects_in(value: Any) -> Iterator[Any]:

@@ -30,9 +30,12 @@ def _cat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fla
 
 def _check_owners(func: OpOverload, tensors: Sequence[Tensor]) -> None:
     """Refuse to join what one rank owns into a vector, in a step: the other ranks join others."""
-    if not is_in_step() or len(tensors) == 1 or any(tensor.dim() != 1 for tensor in tensors):
+    if not is_in_step() or any(tensor.dim() != 1 for tensor in tensors):
         return
-    for spec in (shard._shard_spec for shard in shards_in(tensors)):
+    specs = [shard._shard_spec for shard in shards_in(tensors)]
+    if len({spec.label for spec in specs}) == 1:  # with padding, or parts of one parameter
+        return
+    for spec in specs:
         if spec.owner is not None and not spec.is_alone:
             raise RuntimeError(
                 f"{func.overloadpacket} joins '{spec.label.fqn}' {tuple(spec.shape)} "

@@ -175,6 +175,10 @@ class FlatShard(RowCheckpointable):
         # Torch's setter would change the wrapper and leave the slice as it was.
         if not isinstance(value, FlatShard):
             value = FlatShard.from_full(value, spec)
+        elif value._shard_spec != spec and value._guard is None and value.shape == self.shape:
+            own = FlatShard(torch.empty_like(self._local, dtype=value.dtype), spec)
+            own.copy_(value)  # gathers
+            value = own
         elif value._shard_spec != spec:
             raise ValueError(
                 f"expected a shard of the same range for '{spec.label.fqn}'.data, "

@@ -74,7 +74,7 @@ def may_gather(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return False
     operands = list(tensors_in((args, tuple(kwargs.values()))))
     shards = shards_in(operands)
-    if all(shard._shard_spec.is_alone for shard in shards):
+    if all(base_of(shard)._shard_spec.holds_all for shard in shards):
         return False
     reads_shards_alone = len(shards) == len(operands) and not _writes(func)
     if torch.is_grad_enabled() and any(map(is_trainable, shards)) and not reads_shards_alone:

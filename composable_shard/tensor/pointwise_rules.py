@@ -51,7 +51,7 @@ def pointwise_family(func: OpOverload) -> Rule | None:
     if not written:
         return partial(_run, binding(func))
     if written[0].kwarg_only:
-        return _run_out
+        return _run_out if len(written) == 1 else None
     return partial(_run_in_place, binding(func))
 
 
@@ -151,6 +151,8 @@ def _put_where(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not isinstance(target, FlatShard) or further or value.dim():
         raise unsupported(func, args)
     if isinstance(mask, FlatShard):
+        if mask.dtype != torch.bool or mask.shape != target.shape:  # indices, or a mask of rows
+            raise unsupported(func, args)
         (local, mask), _ = local_operands(func, (target, mask))
     elif target.numel() == 1:  # torch has asked a mask without dims for its value
         local, mask = target._local, mask[: target._local.numel()]

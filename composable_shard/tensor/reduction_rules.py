@@ -4,7 +4,7 @@ All ranks of the shard group must call them, and get the same plain 0-dim tensor
 a tensor-parallel mesh that a parameter is sharded on, the parts are reduced too; where it is
 replicated it counts once. Half-precision values accumulate in float32 and are rounded once.
 
-Random fills compute the dense tensor, in its own memory layout and with the given generator, and
+Random fills compute the logical tensor, in its own memory layout and with the given generator, and
 keep this rank's slice, so that the values are those of the unsharded tensor for any world size.
 
 [Note: Scope of a reduction]
@@ -26,12 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.tensor.flat_shard import FlatShard, wrap
 from composable_shard.tensor.gathering import check_scope
-from composable_shard.tensor.operands import note_write, unsupported
+from composable_shard.tensor.operands import note_write, slice_given, unsupported
 from composable_shard.tensor.pointwise_rules import local_operands
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
@@ -99,18 +98,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def shard_of(func: OpOverload, args: tuple[Any, ...]) -> FlatShard:
     """Return the operand of a reduction to one value."""
     shard = args[0]
-    if not isinstance(shard, FlatShard) or is_alone(shard._shard_spec):
+    if not isinstance(shard, FlatShard) or shard._shard_spec.holds_all:
         raise unsupported(func, args)
     if shard._shard_spec.owner is not None:
         if is_in_step():
             raise unsupported(func, args)  # runs on the whole tensor, on its owner alone
         check_scope(func, shard)
     return shard
-
-
-def is_alone(spec: ShardSpec) -> bool:
-    """Whether no other rank has elements of the tensor."""
-    return spec.is_alone and spec.tensor_parallel is None
 
 
 def option(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -196,8 +190,8 @@ def _drawn(
 ) -> Tensor:
     """Return this rank's slice of what an op draws, in memory for the whole tensor."""
     spec = shard._shard_spec
-    drawn = func(spec.unflatten(shard._local.new_empty(spec.numel)), *args[1:], **kwargs)
-    return spec.slice(drawn.to_local() if isinstance(drawn, DTensor) else drawn)
+    memory = shard._local.new_empty_strided(spec.shape, spec.stride)
+    return slice_given(func(memory, *args[1:], **kwargs), spec)
 
 
 def _fill(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatShard:

@@ -104,6 +104,11 @@ class ShardSpec:
         """Whether each rank holds the whole tensor, and its strategy does not shard it."""
         return self.world_size == 1 and not self.is_split
 
+    @property
+    def holds_all(self) -> bool:
+        """Whether `is_alone`, and the tensor is not one of a tensor-parallel mesh either."""
+        return self.is_alone and self.tensor_parallel is None
+
     def __deepcopy__(self, memo: object) -> ShardSpec:
         return self
 

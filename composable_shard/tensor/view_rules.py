@@ -81,7 +81,7 @@ def _view_of(
         return run_of(base, geometry)
     elif geometry.is_one_run and len(geometry.shape) == 1:
         return run_of_parts(base, geometry.start, geometry.shape.numel(), run_of_rows)
-    if spec.is_whole or spec.owner is not None:
+    if spec.holds_all or spec.owner is not None:
         raise unsupported(func, args)  # of the whole tensor, on its owner alone
     return StridedView(base, geometry)
 

@@ -26,7 +26,7 @@ from composable_shard.tensor.operands import (
 )
 from composable_shard.tensor.owned_numbers import mark
 from composable_shard.tensor.shard_spec import ShardSpec
-from composable_shard.tensor.strided_view import Geometry
+from composable_shard.tensor.strided_view import Geometry, StridedView
 from composable_shard.tensor.view_rules import run_of
 from composable_shard.tensor.write_guard import RUNNING
 from composable_shard.torch_private import OpOverload, storage_of
@@ -68,7 +68,7 @@ def _run_gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     options = {name: _replaced(value, whole_operand, Tensor) for name, value in kwargs.items()}
     result = func(*_replaced(args, whole_operand, Tensor), **options)
     for base in {id(base): base for base in map(base_of, written)}.values():
-        if not base._shard_spec.is_alone:  # of that the whole tensor is the memory itself
+        if not base._shard_spec.holds_all:  # of that the whole tensor is the memory itself
             base._local.copy_(slice_given(wholes[id(base)], base._shard_spec))
 
     def returned(item: Any) -> Any:
@@ -85,7 +85,7 @@ def _cut(result: Any, shards: list[FlatShard]) -> Any:
     if not isinstance(result, Tensor) or result.numel() <= 1:
         return result
     for spec in (base_of(shard)._shard_spec for shard in shards):
-        if result.shape == spec.shape and not spec.is_whole and spec.owner is None:
+        if result.shape == spec.shape and not spec.holds_all and spec.owner is None:
             laid_out = _laid_out_as(result, spec)
             shard = wrap(slice_given(result, laid_out).clone(), laid_out)
             if RUNNING.steps:
@@ -108,7 +108,7 @@ def on_whole(
     """Return a function that runs an op on whole tensors; None if this rank lacks any of them."""
     operands = (args, tuple(kwargs.values()))
     shards = shards_in(operands)
-    if not all(shard._shard_spec.is_whole for shard in shards):
+    if not all(x._shard_spec.is_whole and not isinstance(x, StridedView) for x in shards):
         return None
     for shard in shards if torch.is_grad_enabled() else ():
         spec = shard._shard_spec

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from composable_shard import (
     FlatShard,
     ShardingStrategy,
     StateDictOptions,
+    describe,
     fsdp2,
     fully_shard,
     get_optimizer_state_dict,
@@ -364,6 +367,67 @@ def test_a_shard_cut_as_no_parameter_is_refused_before_anything_is_written(tmp_p
     with pytest.raises(NotImplementedError, match=r"'rows'.* is a shard of 'inp.weight'"):
         save_checkpoint(tmp_path / "run", model, optimizer, step=1)
     assert not (tmp_path / "run").exists()
+
+
+class Pair(NamedTuple):
+    """State with names: a load would make a plain tuple of it, as torch's own raises."""
+
+    mean: Any
+    number: int
+
+
+@dataclass
+class Record:
+    """State of a class without a `state_dict`."""
+
+    mean: Any
+
+
+FORMS: dict[str, Callable[[Tensor], Any]] = {
+    "Pair": lambda param: Pair(torch.zeros_like(param), 1),
+    "Pair of an object": lambda param: Pair(Average(param), 1),
+    "Pair in a list": lambda param: [{"pair": Pair(torch.zeros_like(param), 1)}],
+    "Record": lambda param: Record(torch.zeros_like(param)),
+    "Record in a tuple": lambda param: (Average(param), Record(torch.zeros_like(param))),
+}
+
+
+class KeepsForms(torch.optim.SGD):
+    """Keeps state of a form that no save can hold."""
+
+    def __init__(self, params: Any, form: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.form = form
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step, and keep the state."""
+        super().step(closure)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["kept"] = FORMS[self.form](param.detach())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@distributed(2)
+def test_state_with_names_of_its_own_is_refused_before_anything_changes(
+    form: str, tmp_path: Path
+) -> None:
+    """By name: by `describe` before the first step, a save, a state dict and a load of one."""
+    model, optimizer = make_run(lambda params: KeepsForms(params, form), {})
+    name = form.partition(" ")[0]
+    text = rf"(?s)(?=.*\.{name}\b)state 'kept' of 'inp.weight' is a .* no save can hold it"
+    assert re.search(text, str(describe(model, optimizer)))
+    go(model, optimizer, 0, 1)
+    with pytest.raises(NotImplementedError, match=text):
+        save_checkpoint(tmp_path / "run", model, optimizer, step=1)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(NotImplementedError, match=text):
+        get_optimizer_state_dict(model, optimizer)
+    plain_model, plain = make_run(lambda params: KeepsForms(params, form), None)
+    go(plain_model, plain, 0, 1)
+    before = {param: state["kept"] for param, state in optimizer.state.items()}
+    with pytest.raises(NotImplementedError, match=text):
+        set_optimizer_state_dict(model, optimizer, plain.state_dict())
+    assert all(optimizer.state[param]["kept"] is kept for param, kept in before.items())
 
 
 # --- torch.distributed.checkpoint ---

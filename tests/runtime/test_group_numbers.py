@@ -12,19 +12,12 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from composable_shard import ShardingStrategy, count_collectives
-from composable_shard.comm.order import order_of
 from tests.common import device
 from tests.device.running import on_device
 from tests.harness.ranks import distributed
 from tests.programs.models import Net, loss_of, make_net, shard_blocks
 
 _STRATEGIES = list(ShardingStrategy)
-
-
-def fresh_net(**options: Any) -> nn.Module:
-    """Return a sharded model; earlier tests on these ranks had other optimizers on each."""
-    order_of(dist.distributed_c10d._get_default_group()).left_out.clear()
-    return make_net(**options)
 
 
 def _step_all(model: nn.Module, *optimizers: Optimizer) -> None:
@@ -41,7 +34,7 @@ def test_a_rate_of_one_rank_is_named_before_it_is_used(
     strategy: ShardingStrategy, granularity: str
 ) -> None:
     """As a scheduler sets it that watches this rank's loss: group, key, both sides."""
-    model = fresh_net(strategy=strategy, granularity=granularity)
+    model = make_net(strategy=strategy, granularity=granularity)
     first, second = list(model.parameters())[:2], list(model.parameters())[2:]
     optimizer = AdamW([{"params": first}, {"params": second}], lr=0.25)
     _step_all(model, optimizer)
@@ -69,7 +62,7 @@ _DIFFERENT: dict[str, tuple[object, object]] = {
 @distributed(2)
 def test_every_kind_of_number_is_compared(key: str) -> None:
     """Also one that a rank alone has, which is missing on the other."""
-    model = fresh_net()
+    model = make_net()
     optimizer = SGD(model.parameters(), lr=0.1)
     for value in (_DIFFERENT[key][0], torch.ones(2), object()):
         optimizer.param_groups[0][key] = value
@@ -89,7 +82,7 @@ def test_every_kind_of_number_is_compared(key: str) -> None:
 @distributed(2)
 def test_settings_of_a_rank_are_its_own() -> None:
     """How it computes a step, the seed that it draws with, and whatever is no number."""
-    model = fresh_net()
+    model = make_net()
     optimizer = SGD(model.parameters(), lr=0.1)
     group = optimizer.param_groups[0]
     rank = dist.get_rank()
@@ -120,16 +113,41 @@ def test_optimizers_that_a_rank_has_alone_are_not_compared(
     build: Callable[[list[nn.Parameter]], list[Optimizer]],
 ) -> None:
     """For the parameters of which it holds something; the ranks learn of it once."""
-    model = fresh_net(granularity="param")
+    model = make_net(granularity="param")
     params: list[Any] = list(model.parameters())
     held = [param for param in params if param.to_local().numel()]
     optimizers = build(held if dist.get_rank() else params)
     optimizers += [] if len(optimizers) == 1 else [SGD(params, lr=0.0)]
-    same = fresh_net(granularity="param")
+    same = make_net(granularity="param")
     for _ in range(12):  # by then identities are not exchanged any more
         _step_all(model, *optimizers)
         _step_all(same, SGD(same.parameters(), lr=0.1))
     assert _num_collectives(model, *optimizers) == _num_collectives(same)
+
+
+@distributed(2)
+def test_only_kinds_of_optimizers_that_ranks_differ_in_are_left_out() -> None:
+    """Others of the model are compared, in that backward too, and so is this kind of others."""
+    model = make_net(granularity="param")
+    params: list[Any] = list(model.parameters())
+    both = AdamW(params, lr=0.1)
+    own = [SGD([param], lr=0.1 + dist.get_rank()) for param in params[: 3 + dist.get_rank()]]
+    both.param_groups[0]["lr"] *= 1 + dist.get_rank()
+    _step_all(model, *own, both)
+    with pytest.raises(RuntimeError, match=r"AdamW with param_groups\[0\]\['lr'\] = 0\.2"):
+        _step_all(model, *own, both)
+    both.param_groups[0]["lr"] = 0.1
+    for _ in range(3):
+        _step_all(model, *own, both)
+    both.param_groups[0]["lr"] *= 1 + dist.get_rank()
+    with pytest.raises(RuntimeError, match=r"AdamW with param_groups\[0\]\['lr'\] = 0\.2"):
+        _step_all(model, *own, both)
+    other = make_net(granularity="param")
+    optimizer = SGD(other.parameters(), lr=0.1)
+    _step_all(other, optimizer)
+    optimizer.param_groups[0]["lr"] *= 1 + dist.get_rank()
+    with pytest.raises(RuntimeError, match=r"SGD with param_groups\[0\]\['lr'\] = 0\.2"):
+        _step_all(other, optimizer)
 
 
 def _num_collectives(model: nn.Module, *optimizers: Optimizer) -> int:
@@ -157,11 +175,11 @@ class _GlobalStep(Optimizer):
 @distributed(2)
 def test_a_step_size_of_all_parameters_is_refused_where_ranks_see_their_own() -> None:
     """On every rank, and right with another granularity."""
-    model = fresh_net()
+    model = make_net()
     optimizer = _GlobalStep(model.parameters())
     for _ in range(3):
         _step_all(model, optimizer)
-    model = fresh_net(granularity="param")
+    model = make_net(granularity="param")
     optimizer = _GlobalStep(model.parameters())
     _step_all(model, optimizer)
     with pytest.raises(RuntimeError, match=r"_GlobalStep.*\['d'\] = .*needs a granularity other"):

@@ -300,7 +300,7 @@ def test_conversion_computes_the_values_of_the_unsharded_module() -> None:
 
 @distributed(2)
 def test_data_can_be_read_and_replaced() -> None:
-    """`p.data = ...` takes a shard of the same range or a full tensor, and nothing else."""
+    """`p.data = ...` takes a shard of the same shape or a full tensor, and nothing else."""
     param = nn.Parameter(shard(torch.zeros(7, 15)))
     param.data.add_(1)
     assert full(param).eq(1).all()
@@ -308,8 +308,10 @@ def test_data_can_be_read_and_replaced() -> None:
     assert full(param).eq(2).all()
     param.data = torch.zeros_like(param, dtype=torch.bfloat16)
     assert param.dtype is param.to_local().dtype is torch.bfloat16
+    param.data = shard(torch.full((7, 15), 3.0), "v", offset=1)  # of another range: gathered
+    assert full(param).eq(3).all()
     with pytest.raises(ValueError, match=r"shard of the same range for 'w'\.data, got one of 'v'"):
-        param.data = shard(torch.zeros(7, 15), "v", offset=1)
+        param.data = shard(torch.zeros(15, 7), "v", offset=1)
 
 
 # Copies and files

@@ -451,6 +451,39 @@ def test_bits_are_viewed_as_another_dtype() -> None:
             model.a.weight.detach().view(-1).view(kind)
 
 
+class _Padded(torch.optim.Optimizer):
+    """Pads each gradient to whole groups of elements, as optimizers with 8-bit state do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Take a step in signs, scaled by the largest gradient of each group."""
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                flat = param.grad.flatten()
+                padded = torch.cat([flat, flat.new_zeros(-flat.numel() % 8)]).view(-1, 8)
+                update = padded.sign() * padded.abs().amax(1, keepdim=True)
+                param.sub_(update.view(-1)[: flat.numel()].view_as(param), alpha=0.1)
+
+
+@distributed(2)
+def test_a_gradient_that_its_owner_pads_is_joined_with_no_other() -> None:
+    """In a step of one owner, as flashadamw's: by value, in each granularity."""
+    for granularity in ("param", "element"):
+        torch.manual_seed(2)
+        plain = _Two()
+        model = copy.deepcopy(plain)
+        for module in (model.a, model.b, model):
+            fully_shard(module, granularity=granularity)
+        for each in (plain, model):
+            each(torch.ones(2, 5)).square().sum().backward()
+            _Padded(each.parameters()).step()
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(param.full_tensor(), expected, atol=1e-5)
+
+
 @distributed(2)
 def test_lbfgs_of_owned_parameters_is_refused() -> None:
     """Each rank would take a step of its own."""
