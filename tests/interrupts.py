@@ -43,7 +43,9 @@ from composable_shard import (
     fully_shard,
     load_checkpoint,
     no_sync,
+    reshard,
     save_checkpoint,
+    unshard,
 )
 from tests.harness.poison import poisoned
 from tests.harness.ranks import RankError, run_ranks, shut_down_workers
@@ -66,6 +68,8 @@ class Program:
     microbatches: int = 1
     checkpoints: bool = False
     changes_data: bool = False  # all parameters get other data before each step
+    holds: bool = False  # full parameters stay unsharded from before a step until after it
+    reads_kept: bool = False  # what blocks have kept is read and written after a step
     is_new: bool = False  # the step is the first one of the model
     world_size: int = 2
     is_alike: bool = True  # all ranks run the same lines
@@ -83,6 +87,9 @@ PROGRAMS = {
     "owned": Program({"granularity": "param"}, is_alike=False),
     "one_rank": Program(microbatches=2, world_size=1),
     "new_data": Program(changes_data=True),
+    "kept": Program(reads_kept=True),
+    "held": Program(holds=True, reads_kept=True),
+    "held_optim": Program({"strategy": ShardingStrategy.SHARD_OPTIM}, holds=True, reads_kept=True),
     "first_step": Program({"strategy": ShardingStrategy.SHARD_GRAD_OP}, is_new=True),
 }
 
@@ -92,8 +99,10 @@ class _ProgramBlock(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(DIM, DIM + 1), nn.Linear(DIM + 1, DIM)
         self.checkpoints = checkpoints
+        self.kept: list[Tensor] = []
 
     def _compute(self, x: Tensor) -> Tensor:
+        self.kept = self.kept or [self.first.weight, self.second.bias]
         return x + self.second(torch.tanh(self.first(x)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -183,9 +192,23 @@ class _InterruptedRun:
         self.optimizers[self.sharded].zero_grad()
         for param in self.sharded.parameters() if self.program.changes_data else ():
             param.data = param.data.clone()
+        if self.program.holds:
+            unshard(self.sharded, recurse=True)
         self.accumulate(self.sharded, number)
-        clip_grad_norm_(self.sharded.parameters(), 1e9)
+        clip_grad_norm_(self.optimizers[self.sharded].param_groups[0]["params"], 1e9)
         self.optimizers[self.sharded].step()
+        if self.program.reads_kept:
+            self._read_kept()
+        if self.program.holds:
+            reshard(self.sharded, recurse=True)
+
+    def _read_kept(self) -> None:
+        with torch.no_grad():
+            for block in self.sharded.blocks:
+                for kept in block.kept:
+                    assert (kept * 2).isfinite().all()
+                    if not self.program.holds:
+                        kept.add_(0.0)
 
     def accumulate(self, model: nn.Module, number: int) -> None:
         """Run the forwards and backwards of a step."""

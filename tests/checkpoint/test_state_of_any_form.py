@@ -29,6 +29,7 @@ from composable_shard import (
     set_optimizer_state_dict,
 )
 from tests.harness.assertions import assert_equal
+from tests.harness.pairs import pairwise
 from tests.harness.ranks import distributed, run_ranks
 from tests.programs.models import EVERYWHERE, Net, shard_blocks
 
@@ -501,20 +502,30 @@ MADE_AHEAD: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": lambda params: torch.optim.RMSprop(params, weight_decay=0.1, momentum=0.5),
     "nadam": lambda params: torch.optim.NAdam(params, weight_decay=0.1),
     "asgd": torch.optim.ASGD,
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr_decay=0.1, weight_decay=0.1),
+    "fused": lambda params: torch.optim.AdamW(params, lr=0.1, amsgrad=True, fused=True),
     "odd": KeepsEverything,
 }
 
 
-@pytest.mark.parametrize("name", MADE_AHEAD)
-@pytest.mark.parametrize("when", ["before", "between", "after"])
-@pytest.mark.parametrize("is_fsdp2", [True, False])
-@distributed(2)
-def test_reading_state_ahead_changes_no_training(name: str, when: str, is_fsdp2: bool) -> None:
+@pytest.mark.parametrize(
+    *pairwise(
+        name=MADE_AHEAD,
+        when=["before", "between", "after"],
+        is_fsdp2=[True, False],
+        strategy=list(ShardingStrategy),
+        world_size=[1, 2, 3],
+    )
+)
+@distributed()
+def test_reading_state_ahead_changes_no_training(
+    name: str, when: str, is_fsdp2: bool, strategy: ShardingStrategy
+) -> None:
     """Before the first backward, between it and the step, and after the step."""
     ahead = StateDictOptions(init_optimizer_state=True)
 
     def train(*, is_read: bool) -> list[Tensor]:
-        model, optimizer = make_run(MADE_AHEAD[name], {})
+        model, optimizer = make_run(MADE_AHEAD[name], {"strategy": strategy})
 
         def read() -> None:
             if is_fsdp2:

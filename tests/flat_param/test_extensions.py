@@ -459,6 +459,28 @@ def test_kept_objects_are_the_parameters_at_rest(kind: str, strategy: ShardingSt
     assert all(one is other for one, other in zip(kept, again, strict=True))
 
 
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+@pytest.mark.parametrize("kind", KINDS)
+@distributed(1, 2)
+def test_layers_compute_with_a_step_that_was_taken_while_unsharded(
+    kind: str, strategy: ShardingStrategy
+) -> None:
+    """A layer that is called without its unit, after a step between `unshard` and `reshard`."""
+    x = torch.ones(2, 6)
+    model = shard_model_of_classes(Model(kind), strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = []
+    for takes_step in (True, False):
+        unshard(model, recurse=True)
+        if takes_step:
+            model(x).sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            found.append(model.first(x))
+        reshard(model, recurse=True)
+    assert_equal(*found)
+
+
 @distributed(2)
 def test_copies_of_models_that_keep_objects_of_classes_are_refused() -> None:
     """They would compute with values of the first model."""

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composable_shard import (
     MixedPrecisionPolicy,
@@ -238,4 +241,28 @@ def test_edits_that_a_step_overtakes_are_named() -> None:
         model.scale.mul_(2)
     with pytest.warns(UserWarning, match=r"\['scale'\] between unshard and reshard were not writt"):
         optimizer.step()
+    reshard(model, recurse=True)
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_OPTIM])
+@distributed(2)
+def test_tensor_parallel_parameters_have_the_values_of_a_step(strategy: ShardingStrategy) -> None:
+    """DTensors, in a layer that is called without its unit."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    plain = nn.Linear(5, 5, bias=False)
+    for param in plain.parameters():
+        dist.broadcast(param.data, 0)
+    model = nn.Sequential(parallelize_module(copy.deepcopy(plain), mesh["tp"], ColwiseParallel()))
+    fully_shard(model, mesh=mesh["dp"], strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(2, 5)
+    unshard(model, recurse=True)
+    model(x).square().sum().backward()
+    optimizer.step()
+    plain(x).square().sum().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        torch.testing.assert_close(model[0](x), plain(x))
+        torch.testing.assert_close((model[0].weight * 2).full_tensor(), plain.weight * 2)
+        torch.testing.assert_close(model[0].weight.to_local(), plain.weight.detach())
     reshard(model, recurse=True)
