@@ -224,12 +224,9 @@ class FullValues:
             is_plain = streams is None and self.is_sharded
             self._gather = self._start(when) if is_plain else self._issue(streams, when)
         except BaseException:
-            if self.is_sharded:
-                # An interrupt may have lost the work, and the backend still writes.
-                collectives.wait_for_interrupted(self.shard.shard_group.group)
-            self._give_up(streams)
+            self._abandon(streams)
             raise
-        # Last: if an interrupt cuts `_give_up` short, the state stays GATHERING, and with the count
+        # Last: if an interrupt cuts `_abandon` short, the state stays GATHERING, and with the count
         # set the next forward would take for values what nobody has written.
         self.writes = self.shard.guard.num_writes
         if self._gather is None:
@@ -301,10 +298,17 @@ class FullValues:
         if self.is_kept and not self.has_separate_shard:
             _watch_writes(self)
 
-    def _give_up(self, streams: Streams | None = None) -> None:
-        """Free the values after an error or interrupt; no collective may write into the buffer."""
+    def _abandon(self, streams: Streams | None) -> None:
+        """Free the values after an error or interrupt of `gather`, which may have lost its work."""
+        if self.is_sharded:
+            # The backend may still write into the buffer.
+            collectives.wait_for_interrupted(self.shard.shard_group.group)
         if streams is not None:
             torch.accelerator.current_stream().wait_stream(streams.unshard_stream)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Free the values after an error or interrupt; no collective may write into the buffer."""
         self._gather = self._part = None
         self._forget()
 

@@ -64,7 +64,7 @@ def _gather_hidden(full: FullValues, streams: Any, when: str) -> None:
         try:
             full._gather = _HiddenGather(full, full._gather)
         except BaseException:
-            full._give_up(None, streams)
+            full._abandon(streams)
             raise
 
 
