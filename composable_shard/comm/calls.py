@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ _PACKAGE = __name__.partition(".")[0]
 _TORCH = torch.__name__
 _TRANSPARENT = sys.stdlib_module_names - {"__main__"}
 _PLAIN = (bool, int, float)
+_packages: dict[Any, str] = {}  # by the name of a module: each collective walks some frames
 
 
 def find_call(frame: FrameType | None) -> tuple[str, bool, FrameType | None]:
@@ -27,7 +29,10 @@ def find_call(frame: FrameType | None) -> tuple[str, bool, FrameType | None]:
     """
     name, ours = "", None
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        module = frame.f_globals.get("__name__", "")
+        package = _packages.get(module)
+        if package is None:
+            package = _packages[module] = str(module).partition(".")[0]
         if package == _PACKAGE:
             # On some ranks a `LeadingShard` may be first in a list: the op is the same.
             ours = ours if frame.f_code.co_name == "__torch_function__" else frame

@@ -168,14 +168,13 @@ class MessageGroup:
         op = options.reduceOp.op  # type: ignore[attr-defined] # missing in the stubs of torch
         own = tensors[0].view(-1)
         rank, size = self._group.rank(), self._group.size()
-        terms = own.new_empty(size - 1, own.numel())
         others = [other for other in range(size) if other != rank]
+        terms = [torch.empty_like(own) for _ in others]  # to iterate over one tensor takes longer
         works = self._exchange(zip(others, repeat(own)), zip(others, terms, strict=True))
 
         def combine() -> None:
             # In the order of ranks, so that all ranks get the same bits.
-            parts = list(terms)
-            parts.insert(rank, own)
+            parts = [*terms[:rank], own, *terms[rank:]]
             first, *further = parts
             if op == dist.ReduceOp.SUM and size > 2 and own.dtype in LOW_PRECISION:
                 first = first.float()  # [Note: Low-precision sums]

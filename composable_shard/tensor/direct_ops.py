@@ -2,10 +2,10 @@
 
 [Note: Direct ops]
 An op on a tensor subclass costs the host five times what it costs on a plain tensor, and an
-optimizer that steps one parameter after the other calls eight per parameter. With autograd off and
-no mode active the dispatcher only finds the rule of the op, and for numbers and shards of one range
-the rule only runs the op on the local tensors. These methods do so at once. All other calls go
-unchanged to the rules, which also raise the errors.
+optimizer that steps one parameter after the other calls eight per parameter. Where autograd records
+nothing and no mode is active the dispatcher only finds the rule of the op, and for numbers and
+shards of one range the rule only runs the op on the local tensors. These methods do so at once. All
+other calls go unchanged to the rules, which also raise the errors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composable_shard.tensor.flat_shard import FlatShard, wrap
+from composable_shard.tensor.flat_shard import FlatShard, is_trainable, wrap
 from composable_shard.torch_private import bump_version, num_dispatch_modes, num_function_modes
 
 _grad_enabled = torch.is_grad_enabled
@@ -25,6 +25,14 @@ _ABSENT: Any = object()  # marks a missing operand, as None may be given
 
 def _given(*operands: Any) -> list[Any]:
     return [each for each in operands if each is not _ABSENT]
+
+
+def _may_be_recorded(operands: tuple[Any, ...]) -> bool:
+    """Return whether autograd would record an op on these operands."""
+    for each in operands:  # noqa: SIM110 -- a generator would cost four calls
+        if isinstance(each, Tensor) and is_trainable(each):
+            return True
+    return False
 
 
 def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
@@ -36,8 +44,10 @@ def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
     def run(  # noqa: C901 -- in line, for that
         self: FlatShard, one: Any = _ABSENT, two: Any = _ABSENT, /, *others: Any, **kwargs: Any
     ) -> Any:
-        if others or _grad_enabled() or num_dispatch_modes() or num_function_modes():
+        if others or num_dispatch_modes() or num_function_modes():
             return plain(*_given(self, one, two), *others, **kwargs)
+        if _grad_enabled() and _may_be_recorded((self, one, two, *kwargs.values())):
+            return plain(*_given(self, one, two), **kwargs)
         spec, first, second = self._shard_spec, one, two
         kind = type(one)
         if kind is not float and kind is not int and (is_in_place or one is not _ABSENT):

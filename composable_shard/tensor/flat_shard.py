@@ -289,13 +289,17 @@ def _is_called_by_torch() -> bool:
     return name.startswith("torch.")
 
 
+# `view` is asked for the graph below, and the result of `detach` has none.
+_WITHOUT_GRAPH = (torch.ops.aten.view.default, torch.ops.aten.detach.default)
+
+
 def _refuse_gradients(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Make a backward that reaches a parameter at rest raise; return whether one may reach it.
 
     Each rank would get a gradient of its own, and nothing would reduce it.
     """
     is_trained = False
-    for arg in () if func is torch.ops.aten.view.default else args:
+    for arg in () if func in _WITHOUT_GRAPH else args:
         for shard in arg if isinstance(arg, list | tuple) else (arg,):
             if not isinstance(shard, FlatShard) or not is_trainable(shard):
                 continue

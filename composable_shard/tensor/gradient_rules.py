@@ -159,7 +159,14 @@ def _norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
         raise unsupported(func, args)  # can't be computed from the slices' norms: gathered
     if option(func, args, kwargs, "dim") or option(func, args, kwargs, "keepdim"):
         return dim_reductions.norm(func, args, kwargs, order)
-    return norms_of([shard], order, kwargs.get("dtype"))[0]
+    dtype, local = kwargs.get("dtype") or shard.dtype.to_real(), shard._local
+    if not is_inexact(shard.dtype) or not shard.numel():
+        return norms_of([shard], order, dtype)[0]  # torch knows what these are
+    if local.numel():
+        own = torch.linalg.vector_norm(local, order, dtype=wide(local.dtype))
+    else:
+        own = torch.zeros((), dtype=torch.float64, device=local.device)
+    return combine(own, order, reduction_groups(shard._shard_spec)).to(dtype)
 
 
 class WholeNorm(Tensor):

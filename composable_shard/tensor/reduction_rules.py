@@ -21,6 +21,7 @@ Sums, means, norms, dot products and extremes reduce the slices, those over some
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def combine(norms: Tensor, order: float, groups: tuple[str, ...]) -> Tensor:
     norms = norms.double()
     if math.isinf(order):
         return max_over(norms, groups)
-    return sum_over(norms**order, groups) ** (1.0 / order)
+    return sum_over(norms.pow(order), groups).pow(1.0 / order)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -109,12 +110,22 @@ def shard_of(func: OpOverload, args: tuple[Any, ...]) -> FlatShard:
 
 def option(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     """Return an argument by name, given or default."""
+    place = _places.get((id(func), name))
+    if place is None:
+        place = _places[id(func), name] = _place_of(func, name)
+    position, default = place
+    return args[position] if position < len(args) else kwargs.get(name, default)
+
+
+# Of arguments, and their defaults, by the op's address: its own hash is a function of Python
+_places: dict[tuple[int, str], tuple[int, Any]] = {}
+
+
+def _place_of(func: OpOverload, name: str) -> tuple[int, Any]:
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == name:
-            if not argument.kwarg_only and position < len(args):
-                return args[position]
-            return kwargs.get(name, argument.default_value)
-    return None
+            return sys.maxsize if argument.kwarg_only else position, argument.default_value
+    return sys.maxsize, None
 
 
 def _sum(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -44,6 +44,7 @@ class ShardSpec:
         region: This rank's elements in the logical tensor, [Note: Regions].
         stride: Stride of the logical tensor.
         wrapper_stride: `stride`; None if row-major, as torch then makes a wrapper faster.
+        views: Specs of views, and where they begin in this rank's slice, by the call of a view op.
     """
 
     shape: torch.Size  # logical shape, what `tensor.shape` says
@@ -68,6 +69,7 @@ class ShardSpec:
     region: Region = field(init=False, compare=False, repr=False)
     stride: tuple[int, ...] = field(init=False, compare=False, repr=False)
     wrapper_stride: tuple[int, ...] | None = field(init=False, compare=False, repr=False)
+    views: dict[Any, tuple[ShardSpec, int]] = field(init=False, compare=False, repr=False)
 
     def to_plain(self) -> tuple[Any, ...]:
         """Return the spec's fields as plain data, for a pickle that loads safely."""
@@ -205,6 +207,7 @@ _COMPUTED: dict[str, Callable[[ShardSpec], Any]] = {
     "region": _region,
     "stride": lambda s: s.dense_stride if s.tensor_parallel is None else _row_major(s),
     "wrapper_stride": lambda s: None if s.stride == _row_major(s) else s.stride,
+    "views": lambda _: {},
 }
 
 

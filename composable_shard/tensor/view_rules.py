@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from composable_shard.tensor.concatenation import ConcatSpec, run_of_parts
-from composable_shard.tensor.flat_shard import FlatShard, wrap
+from composable_shard.tensor.flat_shard import FlatShard, kind_of, wrap
 from composable_shard.tensor.operands import schema_arguments, unsupported
 from composable_shard.tensor.rule_table import Rule
 from composable_shard.tensor.shard_spec import ShardSpec
@@ -21,6 +21,7 @@ from composable_shard.tensor.strided_view import Geometry, StridedView
 from composable_shard.torch_private import OpOverload, no_dispatch, schema_of
 
 aten = torch.ops.aten
+_MAX_VIEWS = 64  # of one spec that are kept
 
 
 def view_family(func: OpOverload) -> Rule | None:
@@ -58,6 +59,28 @@ def _become(
 
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shard: FlatShard = args[0]
+    views, key = shard._shard_spec.views, None
+    if not kwargs and not isinstance(shard, StridedView):
+        # By the op's address: its own hash is a function of Python.
+        key = id(func), *[tuple(x) if isinstance(x, list) else x for x in args[1:]]
+        known = views.get(key)
+        if known is not None:
+            spec, begin = known
+            start, end = spec.local_range
+            view = wrap(shard._local[begin : begin + end - start], spec)
+            view._guard = shard._guard
+            return view
+    view = _new_view(func, args, kwargs)
+    # A StridedView is of its base alone, and other classes have attributes.
+    if key is not None and kind_of(view) is FlatShard is kind_of(shard):
+        if len(views) >= _MAX_VIEWS:  # a loop over rows
+            views.clear()
+        views[key] = view._shard_spec, view._local.storage_offset() - shard._local.storage_offset()
+    return view
+
+
+def _new_view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    shard: FlatShard = args[0]
     if isinstance(shard, StridedView):
         base, before = shard.base, shard.geometry
     else:
@@ -93,6 +116,8 @@ def run_of_rows(part: FlatShard, start: int, numel: int) -> FlatShard:
 
 def run_of(shard: FlatShard, geometry: Geometry) -> FlatShard:
     """Return the shard of the elements that `geometry` selects, which lie side by side."""
+    if geometry == Geometry(shard.shape, shard._shard_spec.stride, 0):  # rules compare by identity
+        return FlatShard(shard._local, shard._shard_spec, guard=shard._guard)
     spec = replace(
         shard._shard_spec,
         shape=geometry.shape,

@@ -119,7 +119,7 @@ REACHED = {
     "lines of the longest module": 540,
     "warm step: functions": 188,
     "stack reads": 5,
-    "attributes of a class, most": 24,  # of a shard, what plain parts on another mesh are
+    "attributes of a class, most": 25,  # of a shard, what plain parts on another mesh and views are
     "methods of a class, most": 27,
     "plain path: lines": 13_700,
     "files of pending gradients": 9,

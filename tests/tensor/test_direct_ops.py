@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from composable_shard.tensor.flat_shard import FlatShard
 from composable_shard.tensor.write_guard import WriteGuard
 from tests.harness.assertions import assert_equal
 from tests.harness.ranks import distributed
-from tests.tensor.test_flat_shard import OddShapes, guard_of, shard, shard_module
+from tests.tensor.test_flat_shard import OddShapes, full, guard_of, shard, shard_module
 
 pytestmark = pytest.mark.fast
 
@@ -218,3 +219,26 @@ def test_a_shard_that_leads_lists_is_like_any_other() -> None:
             torch._foreach_add_(leads, others[::-1])
         torch._foreach_add_([first], [torch.ones(7, 15)])
     assert_equal(first._local, torch.full_like(first._local, 7.0), "values")
+
+
+@distributed(2)
+def test_ops_that_autograd_does_not_record_are_direct() -> None:
+    """In a step without no_grad, as Prodigy's; those of a trainable shard are torch's."""
+    found: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            found.append(frame.f_code.co_name)
+
+    state, grad = shard(torch.ones(7, 15)), shard(torch.full((7, 15), 2.0))
+    grad._shard_spec = state._shard_spec
+    sys.setprofile(note)
+    state.mul_(0.5).add_(grad, alpha=0.25)
+    sys.setprofile(None)
+    assert "__torch_dispatch__" not in found
+    assert_equal(full(state), torch.ones(7, 15))
+    param = nn.Parameter(state)
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        param.mul_(0.5)
+    assert (state + 0).grad_fn is None
+    assert param.add(1.0).grad_fn is not None

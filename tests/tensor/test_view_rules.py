@@ -138,3 +138,21 @@ def test_index_out_of_range_raises_like_a_whole_tensor() -> None:
     """The same error type on every rank."""
     with pytest.raises(IndexError):
         shard(torch.zeros(7, 15))[7]
+
+
+@distributed(2)
+def test_a_view_is_worked_out_once() -> None:
+    """Equal calls share a spec, of other memory too; a loop over rows keeps few of them."""
+    whole = torch.arange(1500.0).view(100, 15)
+    one, other = shard(whole), shard(whole * 2)
+    other._shard_spec = one._shard_spec
+    assert one.view(-1)[::1]._shard_spec is one.view(-1)._shard_spec
+    for _ in range(2):
+        for x, expected in ((one, whole), (other, whole * 2)):
+            assert x[3:70].view(-1)._shard_spec is one[3:70].view(-1)._shard_spec
+            assert_equal(full(x[3:70].view(-1)), expected[3:70].view(-1))
+            x[90].add_(1)
+            expected[90] += 1
+    for row in range(100):
+        assert_equal(full(one[row]), whole[row])
+    assert len(one._shard_spec.views) <= 64
