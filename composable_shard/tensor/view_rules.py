@@ -66,8 +66,11 @@ def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         known = views.get(key)
         if known is not None:
             spec, begin = known
-            start, end = spec.local_range
-            view = wrap(shard._local[begin : begin + end - start], spec)
+            local = shard._local
+            if spec.numel != shard._shard_spec.numel:  # else the object stays, as in `run_of`
+                start, end = spec.local_range
+                local = local[begin : begin + end - start]
+            view = wrap(local, spec)
             view._guard = shard._guard
             return view
     view = _new_view(func, args, kwargs)

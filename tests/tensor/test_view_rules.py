@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from composable_shard import fully_shard
 from composable_shard.comm.trace import count_collectives
 from composable_shard.tensor.flat_shard import FlatShard
 from tests.harness.assertions import assert_equal
@@ -156,3 +157,16 @@ def test_a_view_is_worked_out_once() -> None:
     for row in range(100):
         assert_equal(full(one[row]), whole[row])
     assert len(one._shard_spec.views) <= 64
+
+
+@distributed(2)
+def test_views_of_all_elements_share_the_slice_itself() -> None:
+    """However often one is made: aliases are known by it, and have one address."""
+    net = nn.Linear(4, 3)
+    fully_shard(net)
+    weight = net.weight.detach()
+    for make in (torch.t, lambda x: x.view(-1), lambda x: x.view(2, 6)):
+        for _ in range(3):
+            view = make(weight)
+            assert view._local is weight._local
+            assert view.data_ptr() == weight.data_ptr()
