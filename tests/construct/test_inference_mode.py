@@ -93,7 +93,7 @@ WAYS = [made, made_and_sharded, sharded, sharded_by_units, initialised]
 @pytest.mark.parametrize(
     *pairwise(way=WAYS, strategy=list(ShardingStrategy), use_orig_params=[True, False])
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_model_of_inference_mode_trains(
     way: Any, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
@@ -130,7 +130,7 @@ def test_model_of_inference_mode_trains(
     ],
     ids=lambda options: next(iter(options)),
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_options_take_a_model_of_inference_mode(options: dict[str, Any]) -> None:
     """With each of them its gradients are those of the same model made outside of it."""
     gradients = []
@@ -142,7 +142,7 @@ def test_options_take_a_model_of_inference_mode(options: dict[str, Any]) -> None
         assert_close(gradients[0][name], expected, name)
 
 
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_failed_call_gives_a_model_of_inference_mode_back() -> None:
     """Its parameters are again those that it had, and a corrected call is right."""
     with torch.inference_mode():

@@ -81,7 +81,7 @@ def test_compiled_module_without_parameters_runs(kind: str, options: str) -> Non
         assert_close(values[name], param.detach(), name)
 
 
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_checkpoint_of_a_model_with_a_scripted_module_comes_back(tmp_path: Path) -> None:
     """State dicts and checkpoints have its buffers too."""
     model = fully_shard(nn.Sequential(nn.Linear(DIM, DIM), COMPILED["scripted with a buffer"]()))
@@ -99,7 +99,7 @@ def test_checkpoint_of_a_model_with_a_scripted_module_comes_back(tmp_path: Path)
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, _trace])
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_compiled_module_with_parameters_is_refused_by_name(make: Any) -> None:
     """Before anything changes; with its parameters ignored the rest is sharded."""
     model = nn.Sequential(nn.Linear(DIM, DIM), make(nn.Linear(DIM, DIM)))

@@ -120,7 +120,7 @@ def test_writes_at_rest_reach_the_parameters(strategy: ShardingStrategy) -> None
 
 
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_settings_at_rest_are_those_of_the_parameters(strategy: ShardingStrategy) -> None:
     """Flags and gradients that are set through what a forward has kept."""
     plain, sharded = _twins(strategy=strategy)
@@ -137,7 +137,7 @@ def test_settings_at_rest_are_those_of_the_parameters(strategy: ShardingStrategy
 
 
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_data_assigned_at_rest_is_read_before_the_next_forward(strategy: ShardingStrategy) -> None:
     """What a forward has kept follows `p.data = x`, also where one rank holds everything."""
     plain, sharded = _twins(strategy=strategy)
@@ -167,7 +167,7 @@ def test_reads_after_a_step_have_main_values(strategy: ShardingStrategy) -> None
 
 
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_reads_while_one_flat_parameter_is_shown(strategy: ShardingStrategy) -> None:
     """They are right while the values are there, and refused by name after a step."""
     plain, sharded = _twins(strategy=strategy, use_orig_params=False)

@@ -150,7 +150,7 @@ PROGRAMS = [trains, evaluates, trains_while_unsharded, changes_the_list]
         accumulates=[False, True],
     )
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_weights_kept_in_lists_are_those_of_the_forward(
     keep: str,
     program: Callable[[nn.Module, int], None],
@@ -172,7 +172,7 @@ def test_weights_kept_in_lists_are_those_of_the_forward(
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_lists_show_what_modules_show(use_orig_params: bool) -> None:
     """At rest the shards, in a scope and between `unshard` and `reshard` the full parameters."""
     model = fully_shard(GroupedExperts(), use_orig_params=use_orig_params)
@@ -190,7 +190,7 @@ def test_lists_show_what_modules_show(use_orig_params: bool) -> None:
 
 
 @pytest.mark.parametrize("has_run", [False, True])
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_list_of_a_copy_is_the_copys(has_run: bool) -> None:
     """A deep copy, made before or after a forward, computes with its own weights."""
     torch.manual_seed(0)
@@ -215,7 +215,7 @@ def test_list_of_a_copy_is_the_copys(has_run: bool) -> None:
         torch.testing.assert_close(grad, expected[name])
 
 
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_failed_call_leaves_lists_as_they_were() -> None:
     """What they hold is the plain parameter again, and a corrected call is right."""
     model = GroupedExperts().double()
@@ -237,7 +237,7 @@ def test_failed_call_leaves_lists_as_they_were() -> None:
 @pytest.mark.parametrize(
     *pairwise(keep=REFUSED, strategy=list(ShardingStrategy), use_orig_params=[True, False])
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_objects_kept_elsewhere_are_refused_by_name(
     keep: str, strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:

@@ -361,7 +361,7 @@ def _values_now(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize(
     *pairwise(make=COPIES, strategy=list(ShardingStrategy), use_orig_params=[True, False])
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_copies_of_kept_parameters_are_plain_ones(
     make: Callable[[Any], Any], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
@@ -411,7 +411,7 @@ def test_copies_of_kept_parameters_are_never_of_old_values(
     _collecting_loss(model, 1).backward()
 
 
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_copying_kept_parameters_leaves_gradients_in_place() -> None:
     """A pickle shares no memory: gradients may still take the place of values."""
     model = CollectingModel().double()

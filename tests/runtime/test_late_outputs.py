@@ -144,7 +144,7 @@ def runs_between_unshard_and_reshard(model: nn.Module, number: int) -> None:
         shard=[shard_children, fully_shard],
     )
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_held_parameters_are_right_later(
     kind: str,
     strategy: ShardingStrategy,
@@ -171,7 +171,7 @@ def test_held_parameters_are_right_later(
         shard=[shard_children, fully_shard],
     )
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_parameters_of_modules_are_refused_by_name(
     kind: str, strategy: ShardingStrategy, use_orig_params: bool, shard: Any
 ) -> None:
@@ -192,7 +192,7 @@ def test_parameters_of_modules_are_refused_by_name(
 
 @pytest.mark.parametrize("kind", READING)
 @pytest.mark.parametrize("strategy", ShardingStrategy)
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_parameters_of_modules_are_gathered_without_a_graph(
     kind: str, strategy: ShardingStrategy
 ) -> None:
@@ -208,7 +208,7 @@ def test_parameters_of_modules_are_gathered_without_a_graph(
             torch.testing.assert_close(found, expected)
 
 
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_the_cause_is_forgotten_with_the_next_forward() -> None:
     """An output of results alone is not blamed for a layer outside of its unit."""
     model = LateModel("generator")

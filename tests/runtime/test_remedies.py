@@ -91,7 +91,7 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [OwnCall, ExactOwnCall])
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_unit_whose_calls_run_no_hooks_is_refused(kind: type[nn.Module]) -> None:
     """Before anything changes, naming the class; in a unit around it all is right."""
     model = Around(kind())
@@ -108,7 +108,7 @@ def test_unit_whose_calls_run_no_hooks_is_refused(kind: type[nn.Module]) -> None
 
 @pytest.mark.parametrize("kind", [PassingCall, PassingByName])
 @pytest.mark.parametrize("strategy", ShardingStrategy)
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_unit_whose_calls_are_passed_on_is_right(
     kind: type[nn.Module], strategy: ShardingStrategy
 ) -> None:
@@ -143,7 +143,7 @@ class Stored(nn.Module):
 @pytest.mark.parametrize(
     *pairwise(strategy=list(ShardingStrategy), use_orig_params=[True, False], has_run=[True, False])
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_parameters_in_a_store_are_refused_by_cause(
     strategy: ShardingStrategy, use_orig_params: bool, has_run: bool
 ) -> None:
@@ -218,7 +218,7 @@ UNITS = {"parent.blocks.1": {}, "parent.blocks.2": {}}
         is_parent_unit=[True, False],
     )
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_unit_that_its_parent_passes_by_is_named_with_the_remedy(
     way: str, strategy: ShardingStrategy, use_orig_params: bool, is_parent_unit: bool
 ) -> None:
@@ -240,7 +240,7 @@ def test_unit_that_its_parent_passes_by_is_named_with_the_remedy(
     )
 
 
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_module_outside_of_all_units_is_not_blamed() -> None:
     """A loss module that reads a weight has no unit around both."""
     model = fully_shard(nn.Sequential(nn.Linear(DIM, DIM)).double())
@@ -332,7 +332,7 @@ REMEDIES = [asks_between, asks_in_a_forward, calls_a_layer, adds_a_penalty]
         shard=[fully_shard, shard_children],
     )
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_remedies_are_right(
     remedy: Callable[[nn.Module, int], None],
     strategy: ShardingStrategy,
@@ -353,7 +353,7 @@ def test_remedies_are_right(
     )
 
 
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_gradient_of_a_parameter_at_rest_says_that_it_is_in_no_graph() -> None:
     """Torch's own text, which docs/troubleshooting.md explains; nothing is left behind."""
     model = fully_shard(Adversarial().double())

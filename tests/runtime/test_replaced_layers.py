@@ -91,7 +91,7 @@ CHANGES: dict[Callable[[ResizedModel], None], str] = {
         has_run=[False, True],
     )
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_changed_layer_is_named_with_what_to_do(
     change: Callable[[ResizedModel], None],
     strategy: ShardingStrategy,
@@ -134,7 +134,7 @@ def _train_beside_plain(models: list[nn.Module], ids: Tensor) -> None:
         is_tied=[True, False],
     )
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_remedy_a_change_before_fully_shard_is_right(
     change: Callable[[ResizedModel], None],
     strategy: ShardingStrategy,
@@ -153,7 +153,7 @@ def test_remedy_a_change_before_fully_shard_is_right(
 @pytest.mark.parametrize(
     *pairwise(strategy=list(ShardingStrategy), has_run=[False, True], by_units=[False, True])
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_remedy_the_new_layer_becomes_a_unit(
     strategy: ShardingStrategy, has_run: bool, by_units: bool
 ) -> None:

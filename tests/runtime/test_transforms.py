@@ -223,7 +223,7 @@ def _product_of_two(energy: nn.Module, x: Tensor) -> Tensor:
         shard=[shard_children, fully_shard],
     )
 )
-@distributed(1, 2)
+@distributed(1, 2, 3)
 def test_c15_transform_inside_the_forward_of_a_unit(
     transform: Transform,
     strategy: ShardingStrategy,
