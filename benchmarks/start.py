@@ -4,9 +4,9 @@ Beside FSDP2, without what either needs of torch itself.
 
 - *import*: process CPU seconds of `import composable_shard`, or of FSDP2's `fully_shard`, in a new
   interpreter that has imported torch; compiled modules are cached, as an installed package's are
-- *first step*: milliseconds of the first forward and backward after sharding, which compares the
-  ranks and makes buffers, less those of the third one; on gloo ranks of one thread, the slower
-  rank's, a new model in each round, peers in turns
+- *sharding and first step*: milliseconds of `fully_shard` on each unit and of the first forward
+  and backward, which compares the ranks and makes buffers; on gloo ranks of one thread, the slower
+  rank's, a new model in each round, peers in turns. *third step*: the same model's, for comparison
 - *objects*: kB of Python's objects for each unit after three steps (tracemalloc), without tensors'
   memory, which is not Python's
 
@@ -60,17 +60,22 @@ def _pass(model: nn.Module, batch: tuple[Tensor, ...]) -> None:
     model(*batch).backward()
 
 
-def measure_steps(rank: int, model_name: str, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each peer's first step beyond those of its third, by round."""
-    times: dict[str, list[float]] = {peer: [] for peer in PEERS}
+def measure_steps(rank: int, model_name: str, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Return the milliseconds to the end of each peer's first step, and of its third, by round."""
+    times: dict[str, dict[str, list[float]]] = {
+        kind: {peer: [] for peer in PEERS} for kind in ("first", "third")
+    }
     for number in range(-1, rounds):
         for peer in PEERS if number % 2 else reversed(PEERS):
             gc.collect()
-            model = peers.build(peer, make_llama(model_name))
-            step = partial(_pass, model, make_batch(model_name, rank))
+            plain = make_llama(model_name)
+            built: list[nn.Module] = []
+            set_up = timed_together(lambda: built.append(peers.build(peer, plain)))  # noqa: B023
+            step = partial(_pass, built[0], make_batch(model_name, rank))
             first, _, third = (timed_together(step) for _ in range(3))
             if number >= 0:
-                times[peer].append(first - third)
+                times["first"][peer].append(set_up + first)
+                times["third"][peer].append(third)
     return times
 
 
@@ -108,7 +113,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     rows = [
         ["import, s", *(report.spread(imports[p]) for p in PEERS), ratio(imports)],
-        ["first step, ms", *(report.spread(steps[p], 1) for p in PEERS), ratio(steps)],
+        *(
+            [label, *(report.spread(steps[kind][p], 1) for p in PEERS), ratio(steps[kind])]
+            for label, kind in (
+                ("sharding and first step, ms", "first"),
+                ("third step, ms", "third"),
+            )
+        ),
         [
             *("objects of a unit, kB", *(f"{objects[p]:.0f}" for p in PEERS)),
             f"{objects['ours'] / objects['fsdp2']:.2f}",

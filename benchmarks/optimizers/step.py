@@ -85,10 +85,12 @@ def measure(rank: int, model_name: str, optimizer: str, rounds: int) -> dict[str
     timed: dict[str, Callable[[], float]] = {}
     failed: dict[str, str] = {}
     sent, count = 0, 0
+    models = []  # a program keeps its model: what is left of one that is gone is not timed
     for peer in PEERS:
         model = make_llama(model_name)
         if peer != "plain":
             model = peers.build(peer, model)
+        models.append(model)
         model(*make_batch(model_name, 0)).backward()
         try:
             step = _stepper(model, OPTIMIZERS[optimizer])
