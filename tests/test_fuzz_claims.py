@@ -25,6 +25,11 @@ def test_random_program_whose_ranks_differ_is_right_or_refused(seed: int, result
     assert run_apart(2, seed, {"uneven"}) == result
 
 
+def test_an_error_about_a_full_parameter_tells_the_version_that_was_found() -> None:
+    """Asking the parameter for its form would ask what modules show, which has another one."""
+    assert run_apart(2, 460374, set(FEATURES)) == "refused"
+
+
 @pytest.mark.parametrize("seed", [9113])
 def test_random_program_that_was_wrong_stays_right(seed: int) -> None:
     """9113: two forwards, during the first of which a tree without a root was joined."""

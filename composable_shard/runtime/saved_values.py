@@ -25,6 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from composable_shard.flat_param import HIDDEN_ALIAS, LOCKED, FlatParamHandle, Kept
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
+    DisableTorchFunctionSubclass,
     GivingWay,
     base_of,
     current_node,
@@ -134,10 +135,12 @@ class SavedValues:
                 return found  # perhaps a copy made by other hooks
         assert alias is not None
         read = f" A full parameter of unit '{self._name}' {LATE_READ}." if is_value else ""
+        with DisableTorchFunctionSubclass():  # a full parameter might stand for what modules show
+            kind, found_version = f"{alias.dtype} {list(alias.shape)}", version_of(alias)
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{alias.dtype} {list(alias.shape)}] is at version {version_of(alias)}; "
-            f"expected version {version} instead.{read}"
+            f"operation: [{kind}] is at version {found_version}; expected version {version} "
+            f"instead.{read}"
         )
 
     def _copy_values(self, gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...] | None:
