@@ -211,16 +211,23 @@ class TreeContext:
         trees.add(self)
 
     def take_over(self, other: TreeContext) -> None:
-        """Move the units of another tree, which is idle and has no graph, into this one."""
-        for state in other.live_states():
-            state.context = self
-        self.modules = [ref for ref in self.modules + other.modules if ref() is not None]
-        self.states = [ref for ref in self.states + other.states if ref() is not None]
-        self.callers |= other.callers
-        other.modules, other.states, other.graphs = [], [], OpenGraphs()
+        """Move the units of another tree, which is idle and has no graph, into this one.
+
+        An interrupt leaves what the next call completes: until the modules are set, the units are
+        not those of the modules, so the tree is rebuilt; the other tree has all of its own units
+        until the end, so it joins again.
+        """
         self.has_agreed = self.has_agreed and other.has_agreed
         self.is_checked = self.is_checked and other.is_checked
         self.reduction_order = self.reduction_order or other.reduction_order
+        self.callers |= other.callers
+        states = dict.fromkeys([*self.states, *other.states])
+        self.states = [ref for ref in states if ref() is not None]
+        for state in other.live_states():
+            state.context = self
+        modules = dict.fromkeys([*self.modules, *other.modules])
+        self.modules = [ref for ref in modules if ref() is not None]
+        other.modules, other.states, other.graphs = [], [], OpenGraphs()
 
     def follow(
         self, other: TreeContext, graphs: OpenGraphs[ShardState], *, are_known: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -9,7 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from composable_shard import ShardingStrategy, no_sync, reduce_pending_gradients, unshard_params
+from composable_shard import (
+    ShardingStrategy,
+    fully_shard,
+    no_sync,
+    reduce_pending_gradients,
+    unshard_params,
+)
 from tests.harness.ranks import distributed
 from tests.interrupts import Interrupter, without_lost_interrupts
 from tests.programs.claims import assert_close, unsharded_gradients
@@ -145,3 +152,56 @@ def test_an_interrupt_while_modules_are_noted_leaves_changes_seen() -> None:
         model[0].lora = nn.Linear(5, 5)
         with pytest.raises(RuntimeError, match="no unit manages the trainable parameters"):
             model(rank_input(3, 5))
+
+
+def _run_blocks(blocks: nn.ModuleList, number: int) -> None:
+    x = rank_input(3, 5, step=number, dtype=torch.float64)
+    for block in blocks:
+        x = torch.tanh(block(x))
+    square_mean(x).backward()
+
+
+def _replace_layer(blocks: nn.ModuleList) -> nn.Module:
+    """Give a block another inner layer, and return it."""
+    torch.manual_seed(1)
+    del blocks[1][1]
+    blocks[1].append(nn.Linear(5, 5).double())
+    return blocks[1][1]  # type: ignore[no-any-return, index] # of nn.Sequential
+
+
+@distributed(1)
+def test_an_interrupt_while_trees_join_leaves_gradients_right() -> None:
+    """Two blocks without a root that share a weight, one of which is rebuilt with a new unit."""
+
+    def make() -> tuple[nn.ModuleList, nn.ModuleList]:
+        torch.manual_seed(0)
+        plain = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)) for _ in range(2))
+        plain[1][0].weight = plain[0][0].weight  # type: ignore[index]
+        plain.double()
+        blocks = copy.deepcopy(plain)
+        for block in blocks:
+            fully_shard(block)
+        _run_blocks(blocks, 0)
+        for each in (plain, blocks):
+            layer = _replace_layer(each)
+            each.zero_grad()
+        fully_shard(layer)
+        return plain, blocks
+
+    def interrupt(blocks: nn.ModuleList, moment: int) -> Interrupter:
+        interrupter = Interrupter(moment)
+        with without_lost_interrupts(), suppress(KeyboardInterrupt), interrupter.watching():
+            _run_blocks(blocks, 1)
+        blocks.zero_grad()
+        return interrupter
+
+    found = interrupt(make()[1], 0).moments
+    moments = [each for place in found if "take_over" in place for each in found[place]]
+    assert moments
+    for moment in range(min(moments), max(moments) + 2):
+        plain, blocks = make()
+        place = interrupt(blocks, moment).place
+        _run_blocks(plain, 2)
+        _run_blocks(blocks, 2)
+        for name, gradient in unsharded_gradients(blocks).items():
+            assert_close(gradient, plain.get_parameter(name).grad, f"{place}: {name}")
