@@ -73,20 +73,20 @@ class CheckpointSave:
 
 def copy_to_host(group: HostGroup, items: Sequence[Item]) -> None:
     """Copy the values of items, so that training may overwrite them: [Note: Staging memory]."""
-    kept: dict[str, Tensor] = group.swap_staging({})
     names = {item.name for item in items}
-    kept = {name: copy for name, copy in kept.items() if name in names}  # the others are freed
-    for item in items:
-        item.values = _copied(local_part(item.values), kept.pop(item.name, None))
+    kept = {name: x for name, x in group.swap_staging({}).items() if name in names}  # frees others
+    # No inference tensor, which a later save, outside of inference mode, could not write.
+    with torch.inference_mode(False), torch.no_grad():
+        for item in items:
+            item.values = _copied(local_part(item.values), kept.pop(item.name, None))
     group.swap_staging({x.name: x.values for x in items if type(x.values) is Tensor})
 
 
 def _copied(value: Tensor, memory: Tensor | None) -> Tensor:
-    is_like = memory is not None and (memory.shape, memory.dtype) == (value.shape, value.dtype)
-    if memory is None or not is_like or type(value) is not Tensor:
+    if memory is None or type(value) is not Tensor:
         return value.to("cpu", copy=True)
-    with torch.no_grad():
-        return memory.copy_(value)
+    is_like = (memory.shape, memory.dtype) == (value.shape, value.dtype)
+    return memory.copy_(value) if is_like else value.to("cpu", copy=True)
 
 
 def quiet_group() -> HostGroup:

@@ -363,6 +363,21 @@ def test_the_next_save_copies_into_the_memory_of_the_last(tmp_path: Path) -> Non
 
 
 @distributed(2)
+def test_the_memory_of_a_save_in_inference_mode_serves_one_outside(tmp_path: Path) -> None:
+    """As an evaluation may save."""
+    run = _Run()
+    run.train(1)
+    with torch.inference_mode():
+        run.save(tmp_path, async_op=True).wait()
+    run.train(1)
+    expected = run.values()
+    run.save(tmp_path, async_op=True).wait()
+    assert run.load(tmp_path).step == 2
+    for value, wanted in zip(run.values(), expected, strict=True):
+        assert_equal(value, wanted)
+
+
+@distributed(2)
 def test_an_error_in_the_background_is_told_once(tmp_path: Path) -> None:
     """By `wait`, or else by the next save, on all ranks, and the one after that works."""
     run = _Run()
