@@ -162,6 +162,7 @@ def _norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     dtype, local = kwargs.get("dtype") or shard.dtype.to_real(), shard._local
     if not is_inexact(shard.dtype) or not shard.numel():
         return norms_of([shard], order, dtype)[0]  # torch knows what these are
+    # The rest is `norms_of` of one shard without its lists, which cost more than the norm.
     if local.numel():
         own = torch.linalg.vector_norm(local, order, dtype=wide(local.dtype))
     else:

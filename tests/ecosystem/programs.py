@@ -44,6 +44,16 @@ from tests.harness.ranks import run_ranks, shut_down_workers
 from tests.programs.models import EVERYWHERE
 
 WORDS = 32
+SMALL: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "attn_implementation": "eager",
+}
+"""Options of a small decoder of transformers."""
 
 
 def needs(*packages: str) -> Callable[[Any], Any]:
@@ -62,17 +72,7 @@ def make_hf_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        attn_implementation="eager",
-    )
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=40))
 
 
 def shard_llama(model: Any) -> Any:

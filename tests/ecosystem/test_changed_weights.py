@@ -14,6 +14,7 @@ from composable_shard import ShardingStrategy, fully_shard, register_orig_params
 from composable_shard.huggingface import iter_merged_params, save_pretrained
 from tests.common.trainers import as_torchrun_starts
 from tests.ecosystem.programs import (
+    SMALL,
     WORDS,
     assert_alike,
     make_hf_llama,
@@ -46,17 +47,7 @@ def make_mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=32,
-        attn_implementation="eager",
-    )
+    config = MixtralConfig(**SMALL, intermediate_size=24, num_local_experts=4)
     return MixtralForCausalLM(config)
 
 
