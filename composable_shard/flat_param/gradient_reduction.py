@@ -10,6 +10,8 @@ postponed: reduce-scattered shards then add up in `partial` until a reduction wi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +24,7 @@ from composable_shard.comm import (
     StageKey,
     StreamPoint,
     Streams,
+    Then,
     Waitable,
     call_hook,
     collectives,
@@ -97,7 +100,7 @@ class FlatReduction:
         # On a side stream: the points at which the buffer is free and the result complete, and the
         # stream with the memory that it reads until then.
         self._buffer_read: StreamPoint | None = None
-        self._done: StreamPoint | None = None
+        self._done: Waitable | None = None
         self._read: tuple[torch.Stream, Tensor | None, Tensor | None] | None = None
 
     def bind(
@@ -161,14 +164,18 @@ class FlatReduction:
         self._read = stream, scratch, self.partial
         with stream:
             output = self._issue(buffer, scratch, scale, output)
-            scattered = self._end_first_stage()
-            if self.shard_group.replicate_groups:
-                self._buffer_read = StreamPoint(stream)
-            if scattered is not None:
-                self._begin_second_stage(scattered)
-            self._end(output)
-            self._done = StreamPoint(stream)
+            stages = Then((), partial(self._end_on_stream, stream, output))
+            self._done = streams.point_after(stream, stages)
         self.output = output
+
+    def _end_on_stream(self, stream: torch.Stream, output: Tensor) -> None:
+        """Let a side stream do all that comes after the first stage was issued."""
+        scattered = self._end_first_stage()
+        if self.shard_group.replicate_groups:
+            self._buffer_read = StreamPoint(stream)
+        if scattered is not None:
+            self._begin_second_stage(scattered)
+        self._end(output)
 
     def _issue(
         self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None

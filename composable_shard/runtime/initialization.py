@@ -15,10 +15,12 @@ from composable_shard.runtime.aborted import next_backward_id
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.comparison import check_agreement
 from composable_shard.runtime.contents import note_contents
+from composable_shard.runtime.gathers import Gathers
 from composable_shard.runtime.membership import has_other_units, renew_context, share_context
 from composable_shard.runtime.meta_buffers import check_buffers, place_buffers
 from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.reduction_order import ReductionOrder
+from composable_shard.runtime.reduction_queue import ReductionQueue
 from composable_shard.runtime.tree import find_reader, get_states, read_state
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.runtime.whole_model import find_unmanaged, raise_unmanaged
@@ -158,6 +160,7 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
             handle.guard.pop_writes()  # ranks may have initialised by themselves
         if any(handle.grads.is_persistent for handle in context.live_handles()):
             context.reduction_order = ReductionOrder()
+        context.gathers, context.make_queue = Gathers(), ReductionQueue
 
 
 def _always_checked(states: list[ShardState]) -> list[dist.ProcessGroup]:

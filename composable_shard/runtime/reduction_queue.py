@@ -206,7 +206,7 @@ class ReductionQueue:
     """
 
     def __init__(self, context: TreeContext) -> None:
-        self._context = context
+        self._context, self._streams = context, context.streams
         self.items: dict[FlatParamHandle, Item] = {}
         self.agreed: list[Item] = []
         self._expected: list[Item] = []  # agreed, reduced by all ranks, and not issued yet
@@ -357,7 +357,7 @@ class ReductionQueue:
         # Early, its unit may still compute: the values stay, unless gradients have their place.
         keeps = handle.grads.round is not Round.IN_VALUES if is_early else item.keeps_values
         handle.grads.issue(
-            context.streams,
+            self._streams,
             context.scratch,
             keep_unsharded=keeps,
             is_deferred=item.is_deferred,
