@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
+from itertools import starmap
 from types import TracebackType
 from typing import Any
 
@@ -61,7 +62,7 @@ class _Call:
         self._outputs: list[Tensor] = []
         self._inputs: list[Tensor] = []
         self._afterwards: list[tuple[Waitable, _Point]] = []
-        self._work: dist.Work | None = None
+        self._works: list[dist.Work] = []  # one, once it is issued
 
     def fits(self, kind: str, output: Tensor, options: Any) -> bool:
         """Return whether a collective can be in the same call."""
@@ -83,8 +84,7 @@ class _Call:
         """Issue all; then let the stream wait for the works that were given."""
         stream = self._stream
         with nullcontext() if stream is None else stream:
-            # In one line, as signals come between lines: an interrupt would lose the work.
-            self._work = self._start(self._outputs, self._inputs)
+            self._start()
             for work, point in self._afterwards:
                 work.wait()
                 point.place(StreamPoint(stream))  # type: ignore[arg-type]  # there is one
@@ -94,16 +94,17 @@ class _Call:
         """Drop the buffers, which those who entered them keep, and the works, one of them this."""
         self._outputs, self._inputs, self._afterwards = [], [], []
 
-    def _start(self, outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work:
+    def _start(self) -> None:
         group: Any = self._group
-        work: dist.Work
+        arguments: tuple[Any, ...] = self._outputs, self._inputs, self._options
         if self._kind == "all_gather":
-            work = group.allgather_into_tensor_coalesced(outputs, inputs)
+            verb, arguments = group.allgather_into_tensor_coalesced, arguments[:2]
         elif self._kind == "reduce_scatter":
-            work = group.reduce_scatter_tensor_coalesced(outputs, inputs, self._options)
+            verb = group.reduce_scatter_tensor_coalesced
         else:
-            work = group.allreduce_coalesced(outputs, self._options)
-        return work
+            verb, arguments = group.allreduce_coalesced, (self._outputs, self._options)
+        # By one call, as signals come between calls: an interrupt would lose the work.
+        self._works.extend(starmap(verb, [arguments]))
 
     def wait(self) -> None:
         """Wait for all.
@@ -111,14 +112,14 @@ class _Call:
         Raises:
             RuntimeError: If they failed, or were not issued because something else failed.
         """
-        work, self._work = self._work, None  # after an error the others' waits fail too
-        if work is None:
+        works, self._works = self._works, []  # after an error the others' waits fail too
+        if not works:
             raise RuntimeError("collectives that were to be issued together have failed")
         try:
-            work.wait()
+            works[0].wait()
         except RuntimeError as error:
             fail(error, self._group)
-        self._work = work
+        self._works = works
 
 
 class _Point:
@@ -229,12 +230,19 @@ class Launch:
         traceback: TracebackType | None,
     ) -> None:
         """Issue what was entered; nothing after an error."""
-        issuers.pop(self._group, None)
+        self.close()
         if error is None:
             self._issue()
         elif self.call is not None:
             self.call.forget()
             self.call = None
+
+    def close(self) -> None:
+        """Let the group issue its collectives again.
+
+        The end does so too, but an interrupt may come before its first line. Call this after it.
+        """
+        issuers.pop(self._group, None)
 
     def _issue(self) -> None:
         call, self.call = self.call, None

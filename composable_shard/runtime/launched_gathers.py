@@ -271,3 +271,5 @@ def _launch(context: TreeContext, handles: Sequence[FlatParamHandle], when: str)
             if handle.full.state is FullState.GATHERING:
                 handle.full.free()  # to wait for it would raise
         raise
+    finally:
+        launch.close()

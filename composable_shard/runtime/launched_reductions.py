@@ -68,9 +68,12 @@ class _Launching(ReductionQueue):
             launch = Launch(
                 group, context.device, what="reductions", number=len(items), streams=streams
             )
-            with launch as self._streams:
-                for item in items:
-                    super().issue(item)
+            try:
+                with launch as self._streams:
+                    for item in items:
+                        super().issue(item)
+            finally:
+                launch.close()
             self._streams = streams
         self._last = items
 

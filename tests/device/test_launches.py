@@ -6,6 +6,7 @@ Each program runs twice on the device, once with each collective alone, and must
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,10 +34,14 @@ from composable_shard import (
     unshard_params,
 )
 from composable_shard.comm.hooks import then_call_hook
+from composable_shard.comm.launches import Launch, _Call
+from composable_shard.flat_param.full_values import FullValues
+from composable_shard.flat_param.gradient_reduction import FlatReduction
 from composable_shard.runtime import divide_in_runs, initialization
+from composable_shard.runtime.reduction_queue import ReductionQueue
 from tests.common import device
 from tests.device.running import on_device
-from tests.programs.models import Net, shard_blocks
+from tests.programs.models import Net, shard_blocks, wait_for_engine
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 NUM_BLOCKS = 8
@@ -423,3 +428,93 @@ def test_large_units_are_issued_alone_and_hold_what_they_held() -> None:
     assert peaks[0, True] == peaks[0, False]
     assert peaks[1000, True] == peaks[1000, False]  # of one unit
     assert peaks[8 * BLOCK_NBYTES, False] - peaks[8 * BLOCK_NBYTES, True] <= 8 * BLOCK_NBYTES
+
+
+# Failures
+
+
+class _Planned(BaseException):
+    """An interrupt, or an error that no code expects."""
+
+
+def _fail_once(original: Callable[..., Any], k: int, when: str) -> tuple[Any, list[int]]:
+    """Return a method that raises in its k-th call, and a list with the number of its calls."""
+    calls = [0]
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == k and when == "before":
+            raise _Planned
+        result = original(*args, **kwargs)
+        if calls[0] == k:
+            raise _Planned
+        return result
+
+    return method, calls
+
+
+PLACES: list[tuple[type, str]] = [
+    *((Launch, name) for name in ("__enter__", "_enter", "__exit__", "close")),
+    *((_Call, name) for name in ("issue", "_start", "wait")),
+    *((FullValues, "gather"), (FlatReduction, "start"), (ReductionQueue, "issue")),
+]
+
+
+@pytest.mark.deadline(240)
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("strategy", ShardingStrategy)
+@on_device(num_ranks=2)
+def test_an_interrupt_anywhere_leaves_the_next_step_right(
+    strategy: ShardingStrategy, when: str
+) -> None:
+    """On all ranks, in the k-th call of each function that takes part, for each k of a step."""
+    model, undisturbed = (
+        _make_chosen(
+            shard_blocks,
+            functools.partial(Net, 4),
+            strategy=strategy,
+            prefetch_nbytes=4 * BLOCK_NBYTES,
+        )
+        for _ in range(2)
+    )
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, undisturbed)]
+    index = 0
+    for kind, name in PLACES:
+        original = getattr(kind, name)
+        for k in itertools.count(1):
+            method, calls = _fail_once(original, k, when)
+            with pytest.MonkeyPatch.context() as patch, suppress(_Planned):
+                patch.setattr(kind, name, method)
+                _go_back(model, index + 1000)
+            wait_for_engine(model)
+            optimizers[0].zero_grad()
+            for each, optimizer in zip((model, undisturbed), optimizers, strict=True):
+                _go_back(each, index)
+                optimizer.step()
+                optimizer.zero_grad()
+            for one, other in zip(model.parameters(), undisturbed.parameters(), strict=True):
+                assert one.to_local().equal(other.to_local()), (name, k)
+            index += 1
+            if calls[0] < k:
+                break
+    assert index > 2 * len(PLACES)
+
+
+@on_device(num_ranks=2, timeout_s=3)
+def test_a_rank_that_is_gone_is_told_by_the_others() -> None:
+    """A launch fails after the timeout, in the host's next wait, as a collective alone does."""
+    model = _make_chosen(shard_blocks, functools.partial(Net, 4))
+    for index in range(NUM_WARM):
+        _go_back(model, index)
+        model.zero_grad()
+    if dist.get_rank() == 1:
+        return
+    with pytest.raises(RuntimeError, match=r"(?i)closed|timed out|failed"):
+        _go_back_and_wait(model)
+    with suppress(RuntimeError):
+        device.synchronize()
+
+
+def _go_back_and_wait(model: nn.Module) -> None:
+    _go_back(model, 0)
+    device.synchronize()
