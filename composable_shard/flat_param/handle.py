@@ -390,6 +390,12 @@ class FlatParamHandle:
 
     # Functions that involve several parts
 
+    @property
+    def needs_gather(self) -> bool:
+        """Whether `unshard` issues a gather."""
+        full = self.full
+        return full.is_sharded and not full.is_current and self.shown.scope is None
+
     def unshard(self, streams: Streams | None = None, when: str = "unshard") -> None:
         """Start gathering the full values; no-op while they are there and no shard was written.
 
