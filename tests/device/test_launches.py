@@ -464,7 +464,7 @@ class _Planned(BaseException):
     """An interrupt, or an error that no code expects."""
 
 
-def _fail_once(original: Callable[..., Any], k: int, when: str) -> tuple[Any, list[int]]:
+def _fail_in_turn(original: Callable[..., Any], k: int, when: str) -> tuple[Any, list[int]]:
     """Return a method that raises in its k-th call, and a list with the number of its calls."""
     calls = [0]
 
@@ -509,7 +509,7 @@ def test_an_interrupt_anywhere_leaves_the_next_step_right(
     for kind, name in PLACES:
         original = getattr(kind, name)
         for k in itertools.count(1):
-            method, calls = _fail_once(original, k, when)
+            method, calls = _fail_in_turn(original, k, when)
             with pytest.MonkeyPatch.context() as patch, suppress(_Planned):
                 patch.setattr(kind, name, method)
                 _go_back(model, index + 1000)
