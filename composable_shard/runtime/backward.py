@@ -14,7 +14,8 @@ from composable_shard.flat_param import LATE_GRAPH, NESTED, FlatParamHandle
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.gathers import gather_in_backward, gather_region
 from composable_shard.runtime.open_graphs import UnitCall, alive
-from composable_shard.runtime.reduction_queue import DELIVERED, NO_CALL, NOT_OPEN, Item
+from composable_shard.runtime.reduction_queue import NO_CALL, NOT_OPEN, Item
+from composable_shard.runtime.stage import DELIVERED
 from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.unit import ShardState
 from composable_shard.torch_private import current_backward_id

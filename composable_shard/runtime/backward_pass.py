@@ -28,15 +28,13 @@ from composable_shard.runtime.gathers import release_after_backward, return_to_i
 from composable_shard.runtime.lockstep import step_facts
 from composable_shard.runtime.open_graphs import Region, alive
 from composable_shard.runtime.reduction_queue import (
-    EARLY,
     LATE,
     NO_CALL,
     NOT_OPEN,
-    OPEN,
-    READY,
     Item,
     ReductionQueue,
 )
+from composable_shard.runtime.stage import EARLY, OPEN, READY
 from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
 from composable_shard.torch_private import current_backward_id, queue_callback

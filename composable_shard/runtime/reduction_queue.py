@@ -55,7 +55,6 @@ further hook runs, and all gradients are published.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
 
 from torch.autograd.graph import get_gradient_edge
 
@@ -68,6 +67,7 @@ from composable_shard.flat_param import (
     run_gradient_hooks,
 )
 from composable_shard.runtime.gathers import release_after_backward
+from composable_shard.runtime.stage import DELIVERED, EARLY, FINAL, ISSUED, OPEN, READY
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
@@ -81,25 +81,6 @@ NO_CALL = -1  # in place of the number of a call: the end of the backward
 NOT_OPEN = -2  # likewise: none, for the backward has not reached the handle, or it is over
 
 
-class Stage(Enum):
-    """How far the gradients of a handle are since the backward opened it last."""
-
-    # More may come.
-    OPEN = auto()
-    # All have come, or the unit is over; handles before it were not reduced.
-    READY = auto()
-    # The reduction was issued.
-    ISSUED = auto()
-    # All ranks know that no gradient is to come, and publish them before the backward ends.
-    FINAL = auto()
-    # They were published, and their hooks have run.
-    DELIVERED = auto()
-
-
-OPEN, READY, ISSUED, FINAL, DELIVERED = Stage
-EARLY = FINAL, DELIVERED
-
-
 class Item:
     """A handle in the queue of one backward.
 
@@ -107,7 +88,7 @@ class Item:
         state, handle: The unit and its handle.
         is_reduced: The backward reduces the gradients; otherwise they stay unsharded.
         is_agreed: They are reduced in the agreed order, [Note: Agreed order].
-        stage: How far they are.
+        stage: How far they are; it moves as `STAGE_MOVES` says.
         ends_with: Number of the unit's first call: the handle ends when the backward has passed it.
             `NO_CALL`: with the backward. `NOT_OPEN`: the backward has not reached it, or is over.
         counted: Parameters whose gradients have come, where their number starts a reduction.
