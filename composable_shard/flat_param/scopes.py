@@ -20,6 +20,11 @@ from composable_shard.flat_param.shown import (
 )
 from composable_shard.tensor import share_attributes
 
+_WRITES = (
+    "inside unshard_params, which shows its full values. Call optimizer.step() and edit shards "
+    "outside the scope, or edit the module's own parameters in it."
+)
+
 
 def enter_scope(shown: ShownParams, full: ScopeParams | None) -> None:
     """Show the parameters of an `unshard_params` scope; None for the sharded originals."""
@@ -27,7 +32,7 @@ def enter_scope(shown: ShownParams, full: ScopeParams | None) -> None:
         shown.form.unhide()
     params = [entry.sharded for entry in shown.entries] if full is None else full.params
     shown.scope = Scope(params, full, shown.state, [])
-    shown.guard.set_in_scope(True)
+    shown.guard.refuse_writes(_WRITES)
     for entry, param in zip(shown.entries, params, strict=True):
         if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
             share_attributes(entry.unsharded, param)
@@ -87,7 +92,7 @@ def leave_scope(shown: ShownParams) -> None:
     """Show again what was shown before the scope; no-op outside of one."""
     if shown.scope is None:
         return
-    shown.guard.set_in_scope(False)
+    shown.guard.refuse_writes("")
     for entry in shown.entries:
         if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
             share_attributes(entry.unsharded, entry.sharded)
