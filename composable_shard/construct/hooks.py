@@ -97,7 +97,7 @@ class _ZeroGrad:
             return  # of a shallow copy
         type(module).zero_grad(module, set_to_none)
         for handle in get_handles(module):
-            if not handle.shown.is_unsharded or handle.shown.scope is not None:
+            if not handle.shown.is_unsharded or handle.shown.state.is_fixed:
                 continue
             for each in handle.shown.at_rest:
                 if set_to_none:

@@ -56,11 +56,10 @@ from composable_shard.flat_param.round import Round
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.scopes import (
     check_scope,
-    check_scope_flags,
     enter_scope,
     keep_scope_flags,
     leave_scope,
-    show_scope_params,
+    shows_scope_originals,
 )
 from composable_shard.flat_param.shown import Shown
 from composable_shard.flat_param.slots import (

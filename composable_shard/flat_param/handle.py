@@ -191,7 +191,7 @@ class FlatParamHandle:
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep what defines the flat parameter; the copy makes buffers and hooks of its own."""
-        if self.shown.scope is not None:
+        if self.shown.state.is_fixed:
             raise RuntimeError(
                 f"unit '{self.name}' can't be copied or pickled inside unshard_params, for the "
                 "copy's parameters would belong to no unit. Copy it outside the scope, or its "
@@ -404,7 +404,7 @@ class FlatParamHandle:
         full = self.full
         if full.writes == self.guard.num_writes and full.state is not STALE:
             return  # `full.is_current`, inlined for most calls
-        if full.is_whole or self.shown.scope is not None:
+        if full.is_whole or self.shown.state.is_fixed:
             return
         if full.state is HOLDS_GRADIENTS or full.state is HOLDS_TERMS:
             # Another use in this backward needs the values while their storage serves a reduction.

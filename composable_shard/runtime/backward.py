@@ -56,8 +56,9 @@ class CallReached:
     @property
     def is_announceable(self) -> bool:
         """Whether an inner call may announce this one; else only its own outputs do, or raise."""
-        is_over = self.call.end != -1 and not self.state.is_in_scope
-        return is_over and sum(map(_num_writes, self.state.needed_handles)) == self._num_writes
+        needed = self.state.needed_handles
+        is_over = self.call.end != -1 and not any([h.shown.state.is_fixed for h in needed])
+        return is_over and sum(map(_num_writes, needed)) == self._num_writes
 
     def __call__(self, *_: Any) -> None:
         """End the units that are over; make the unit of the call ready.
@@ -69,7 +70,7 @@ class CallReached:
         context = state.context
         if context is None:
             raise RuntimeError(f"unit '{state.name}' was never prepared; please report this")
-        _check_not_in_scope(state)
+        _check_may_reach(state)
         backward: BackwardPass = context.backward or begin_backward(context)
         self.backward_id = backward.graph_task_id
         if outer is not None and outer.backward_id != self.backward_id and outer.is_announceable:
@@ -165,7 +166,7 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
 def _enter(state: ShardState, handle: FlatParamHandle, index: int) -> tuple[BackwardPass, Item]:
     """Return the backward and its open item; a gradient may be the first sign of either."""
     assert state.context is not None
-    _check_not_in_scope(state)
+    _check_may_reach(state)
     backward = begin_backward(state.context)
     item = backward.queue.items[handle]
     if item.ends_with == NOT_OPEN:
@@ -209,11 +210,8 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
         handle.grads.set_direct(True)
 
 
-def _check_not_in_scope(state: ShardState) -> None:
-    """Raise if a backward reached the unit inside `unshard_params`."""
+def _check_may_reach(state: ShardState) -> None:
+    """Raise if the modules show what no backward may reach."""
     for handle in state.needed_handles:
-        if handle.shown.scope is not None:
-            raise RuntimeError(
-                f"a backward reached unit '{state.name}' inside unshard_params. Call backward() "
-                "before the scope opens or after it has closed."
-            )
+        if handle.shown.state.is_fixed:
+            handle.shown.state.refuse_backward(state.name)

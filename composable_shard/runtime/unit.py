@@ -84,11 +84,6 @@ class ShardState:
         return f"<ShardState '{self.name}': {kind}, {number} handles, {self.training_state.name}>"
 
     @property
-    def is_in_scope(self) -> bool:
-        """Whether `unshard_params` shows any of its handles, borrowed ones included."""
-        return any([handle.shown.scope is not None for handle in self.needed_handles])
-
-    @property
     def is_held(self) -> bool:
         """Whether `unshard` claims its full parameters, until `reshard`."""
         return all(

@@ -20,7 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import HOST, Ranks
-from composable_shard.flat_param import FlatParamHandle, Shown, swap_keeping_hooks
+from composable_shard.flat_param import (
+    FlatParamHandle,
+    shows_scope_originals,
+    swap_keeping_hooks,
+)
 from composable_shard.options import describe_prefix
 from composable_shard.runtime import ShardState
 from composable_shard.state_dict.model_tensors import (
@@ -194,7 +198,7 @@ def check_shows_originals(state: ShardState) -> None:
     flat = [
         h.name
         for h in state.needed_handles
-        if not h.shown.form.has_names and h.shown.state is not Shown.SCOPE
+        if not (h.shown.form.has_names or shows_scope_originals(h.shown))
     ]
     if flat:
         raise RuntimeError(
