@@ -37,22 +37,21 @@ def measure(rank: int, model_name: str, peer: str, verbose: bool) -> dict[str, A
         step(model, batch)
         optimizer.step()
         optimizer.zero_grad()
-    layer = _collectives_layer() if peer.startswith("ours") else None
-    counter = StepCounter(is_inside_collective if layer else None)
-    with layer.count_collectives() if layer else nullcontext() as log, counter.see_waits(), counter:
+    is_ours = peer.startswith("ours")
+    counting: Any = nullcontext()
+    if is_ours:
+        counting = importlib.import_module("composable_shard").count_collectives()
+    counter = StepCounter(is_inside_collective if is_ours else None)
+    with counting as log, counter.see_waits(), counter:
         step(model, batch)
     optimizer.step()
     optimizer.zero_grad()
-    counts = _logged_counts(log.events) if layer else counter.counts()
+    counts = _logged_counts(log.events) if is_ours else counter.counts()
     if peer.startswith("fsdp2"):
         _check_with_comm_debug_mode(model, batch, counts)
     if rank == 0 and verbose:
         print(peer, counter.counts(), counter.written.most_common(25), sep="\n")
     return {"counts": counts, "written": counter.written.total(), "seen": counter.counts()}
-
-
-def _collectives_layer() -> Any:
-    return importlib.import_module("composable_shard.comm.collectives")
 
 
 def _logged_counts(events: list[Any]) -> Counts:

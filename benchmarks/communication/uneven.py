@@ -53,7 +53,7 @@ class Case:
 def gather_by_exchange(case: Case) -> None:
     parts = case.others(case.parts)
     order = order_of(case.group)
-    order.note(0)
+    order.enter(0)
     exchange([(rank, case.own) for rank in parts], parts.items(), case.group, order).wait()
 
 
@@ -79,7 +79,7 @@ def reduce_by_exchange(case: Case) -> None:
     case.terms[case.rank].copy_(case.own)
     terms = case.others(case.terms.unbind())
     order = order_of(case.group)
-    order.note(0)
+    order.enter(0)
     exchange(case.others(case.parts).items(), terms.items(), case.group, order).wait()
     torch.sum(case.terms, 0, out=case.output)
 

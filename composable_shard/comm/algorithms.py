@@ -75,7 +75,8 @@ class PendingReduction:
     ) -> None:
         self.output, self._work, self._scale, self._group = output, work, scale, group
         self._input = input  # kept: the backend reads it until the work is done
-        self._terms = terms  # our shard's terms, not yet added up; or the one that is
+        # To be added to `output`, shape (numel,); or to be summed into it, (num_terms, numel).
+        self._terms = terms
 
     def finish(self) -> Tensor:
         """Wait for the reduction and return its output, shape `(shard_numel,)`."""
@@ -287,7 +288,8 @@ class _ExchangedSum(SumAlgorithm):
             terms = scratch.view(self._size, own.numel())
             receives = {rank: terms[rank] for rank in slices}
         else:
-            # In place, the output already is one of the two terms.
+            # The output receives the other's term, `finish` adds ours. In place, the output already
+            # is ours, so the scratch receives the other's.
             terms, receiver = (own, output) if scratch is None else (scratch, scratch)
             receives = dict.fromkeys(slices, receiver)
         for parts in (slices, receives) if input.is_complex() else ():

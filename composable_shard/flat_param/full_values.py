@@ -114,8 +114,8 @@ class FullValues:
         is_whole: The local shard is the buffer, so that nothing needs to be filled.
         small_group: The ranks that hold all values once between forward and backward, if any.
         readers: Who may still read the values: claims by name, and kinds as bits. Between a
-            unit's forward and its backward a plain step has none: autograd's saved tensors are
-            spared by the order of nodes, and by versions.
+            unit's forward and its backward a plain step has none, from the second on: autograd's
+            saved tensors are spared by the order of nodes, and by versions.
         params: The parameters that are views of the buffer.
     """
 
@@ -323,7 +323,7 @@ class FullValues:
             whole = self.output.chunk(self.small_group.size)
             part = whole[self.small_group.rank].clone(), writes
         self._part = None
-        if self.state is PARTIAL:
+        if self.state is PARTIAL:  # first: it holds no values either
             self.move(FREED)
         if not self.is_sharded or self.state in _HOLD_NO_VALUES:
             return

@@ -43,13 +43,17 @@ class FlatGradients:
     A *round* is the gradients from the first one until the reduction that takes them. Where their
     bytes are, under FULL_SHARD without options:
 
-    - as autograd produces one: in memory of its own, full size, until it is packed at once;
-    - packed: in the place of its value in `full.buffer`, whose last reader has run (`IN_VALUES`,
-      [Note: Packing in place]); where values are still read or dtypes differ, in `_own.buffer`;
+    - as autograd produces one: full size, in autograd's memory, as `.grad` of the full parameter;
+      a hook of the parameter packs it at once and sets `.grad` to None;
+    - packed, times `packing.scale`: in the place of its value in `full.buffer` (`IN_VALUES`,
+      [Note: Packing in place] of grad_pieces.py). In `_own.buffer` (`IN_OWN`) where dtypes differ
+      or a value may still be read: in the first backward nobody knows all readers, nor in one of a
+      forward with a new number of nodes;
     - from `issue` on: there still, read by the reduction, which writes `reduction.output`, this
       rank's part; the other one of the two buffers may be its scratch memory;
     - after `advance` or `finish`: `reduced`, the same part; both buffers are freed;
-    - after `publish`, at the end of the backward: the parameters' `.grad`, views of `reduced`.
+    - after `publish`, at the end of the backward: the parameters' `.grad`, views of `reduced`; to a
+      `.grad` that is there already, `reduced` is added in place.
 
     A second round in the same backward (a gradient that arrives late) adds to `reduced` too. With a
     strategy that keeps gradients the buffer stays, [Note: Persistent gradients]. Gradients that a
@@ -60,7 +64,7 @@ class FlatGradients:
         arrived: For each parameter, whether its gradient is in the buffer.
         was_used: Whether it got a gradient in an earlier round since the last `publish`.
         views: Places in the round's buffer, in dense shapes; None while no gradient is packed.
-        reduced: Shape `(layout.shard_numel,)`, or None before the first `finish`.
+        reduced: Shape `(own_numel,)`, this rank's elements, or None before the first `finish`.
         reduction: Reduces the buffer.
         is_persistent: The buffer stays, see [Note: Persistent gradients].
         is_direct: Gradients go into the open round as they arrive, see `set_direct`.
@@ -217,8 +221,8 @@ class FlatGradients:
         self.has_graph = self.has_graph or gradient.requires_grad
         if self.views is None:
             self._begin_round()
-        # Dropped at once, so that a unit never holds its gradients twice; a round that could not
-        # begin has left it.
+        # Dropped at once, so that a unit never holds its gradients twice. Not before: where the
+        # round can't begin, for the last one's reduction has failed, `.grad` still holds it.
         set_gradient(unsharded, None)  # type: ignore[arg-type]
         if not packing.is_plain:
             gradient = local_gradient(gradient, entry.spec)
@@ -265,7 +269,9 @@ class FlatGradients:
         return True
 
     def pack_rest(self, *, may_overwrite: bool) -> None:
-        """Pack gradients left unpacked by earlier microbatches; raise if hooks edited values."""
+        """Pack gradients left unpacked by earlier microbatches, or set by users between `unshard`
+        and `reshard`; raise if hooks edited values.
+        """
         is_held = self._full is not None and bool(
             self._full.readers.claims
         )  # users may set gradients then

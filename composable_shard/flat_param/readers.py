@@ -69,7 +69,7 @@ RULES: dict[int, Rule] = {
     ),
     LATE_GRAPH: Rule(
         "a graph that may read a value after its gradient is complete: recorded while the parameter"
-        " was frozen, or by a forward that nobody has looked at",
+        " was frozen, or by a forward whose number of nodes was new",
         "when the parameter is unfrozen, or as that forward ends",
         ends_with=(BACKWARD, CONVERSION),
     ),

@@ -146,8 +146,9 @@ def recompute(state: ShardState) -> None:
 def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, index: int) -> None:
     """Pack the gradient of parameter `index`; issue reductions that it makes due.
 
-    Of a plain unit it is called for the first gradient alone: `_pack` lets the others go straight
-    to `FlatGradients.pack_further`, and the end of the unit starts the reduction.
+    Of a plain unit it is called for the first gradient alone: `_pack` lets the hook of the others
+    (`_arrive` of flat_param/unsharded_params.py) call `FlatGradients.pack_further` instead, and the
+    end of the unit starts the reduction.
     """
     state = state_ref()
     if state is None or state.context is None:

@@ -71,6 +71,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
     context = share_context([module]) if state.context is None else state.context
     call = context.call
     is_again = state.depth > 0 or (call is not None and call.leader is state.ref)
+    # The last: an interrupt has ended the call unseen.
     if call is None or call.leader() is None or (is_again and not _is_running(state)):
         call = _begin_call(context, state, module)
         context = state.context or context  # the call may have rebuilt the tree

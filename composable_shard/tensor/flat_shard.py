@@ -53,7 +53,7 @@ class FlatShard(RowCheckpointable):
 
     _local: Tensor  # (end - start,); a parameter's is a view of its handle's local shard
     _shard_spec: ShardSpec
-    _guard: WriteGuard | None
+    _guard: WriteGuard | None  # None: a gradient, or an optimizer's state
 
     @staticmethod
     def __new__(
