@@ -17,6 +17,7 @@ from composable_shard.flat_param.flat_form import (
     show_flat,
     show_originals,
 )
+from composable_shard.flat_param.form import AskedForm
 from composable_shard.flat_param.full_values import HAVE_VALUES, FullState
 from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.gradients import drop_unpacked

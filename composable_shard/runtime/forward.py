@@ -81,11 +81,11 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         return
     try:
         _unshard(context, state, call)
-        if state.buffers is not None and state not in call.broadcast:
+        if state.before_forward is not None and state not in call.prepared:
             # Batch norm writes buffers in training mode, a user's module perhaps with grad enabled.
             is_trained = module.training or torch.is_grad_enabled()
-            state.buffers.broadcast_if_due(is_followed=is_trained and state.settings.reduces_fully)
-            call.broadcast.add(state)
+            state.before_forward.run(is_followed=is_trained and state.settings.reduces_fully)
+            call.prepared.add(state)
     except BaseException:
         _leave_failed_call(context, state, call)
         raise

@@ -101,13 +101,8 @@ OPTION_MODULES = frozenset(
 
 # Which of them each file of the reading path still imports; as with the words, no further one.
 IMPORTED_OPTIONS: dict[str, set[str]] = {
-    "construct/forming.py": {"flat_param.owners"},
-    "construct/build.py": {
-        *("flat_param.flat_form", "flat_param.precision", "runtime.buffer_broadcast"),
-        *("runtime.casts", "runtime.meta_buffers"),
-    },
     "flat_param/handle.py": {"flat_param.precision", "flat_param.user_hooks"},
-    "runtime/unit.py": {"runtime.buffer_broadcast", "runtime.reduction_order"},
+    "runtime/unit.py": {"runtime.reduction_order"},
     "runtime/forward.py": {"flat_param.pending_gradients"},
     "flat_param/full_values.py": {"comm.hooks"},
     "flat_param/gradients.py": {"flat_param.host_gradient"},
