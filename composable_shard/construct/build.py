@@ -19,6 +19,7 @@ from composable_shard.construct.originals import Borrowed, Original, Plan
 from composable_shard.construct.plan import buffers_to_sync
 from composable_shard.flat_param import (
     FlatParamHandle,
+    MemoryPlan,
     ModuleItems,
     ParamEntry,
     Slot,
@@ -130,6 +131,7 @@ def _keep_parameters() -> None:
 
 def _build_handle(group: Group, shard_group: ShardGroup, options: UnitOptions) -> FlatParamHandle:
     precision, members = group
+    facts = options.strategy.facts
     dense = [original.dense for original in members]
     layout = lay_out(members, shard_group.size, precision)
     shapes: dict[Any, Any] = {}  # parameters of one shape share what says so
@@ -146,20 +148,19 @@ def _build_handle(group: Group, shard_group: ShardGroup, options: UnitOptions) -
             tensor_parallel=original.tensor_parallel,
             plain_gradients=part.gradient_placements if (part := original.plain_part) else None,
             label=ParamLabel(original.fqn),
-            is_split=not options.strategy.facts.is_replicated,
+            is_split=not facts.is_replicated,
         )
         for index, (original, tensor) in enumerate(zip(members, dense, strict=True))
     ]
+    is_kept = facts.keeps_params(shard_group.size)
     handle = FlatParamHandle(
         dense,
-        shard_group,
+        MemoryPlan(shard_group, precision, options.offload_policy, is_kept),
         layout,
         specs,
         [original.granularity for original in members],
         requires_grad=members[0].param.requires_grad,
         strategy=options.strategy,
-        precision=precision,
-        offload=options.offload_policy,
     )
     # Where each rank holds everything, the first rank's values are taken.
     is_compared = options.check_initial_values and not options.sync_module_states

@@ -30,7 +30,7 @@ from composable_shard.flat_param.gradients_at_rest import (
 )
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.kept_params import Kept, follow_writes
-from composable_shard.flat_param.memory import plan_layout
+from composable_shard.flat_param.memory import MemoryPlan, plan_layout
 from composable_shard.flat_param.owners import balance_owners
 from composable_shard.flat_param.param_classes import UnshardedParameter
 from composable_shard.flat_param.pending_gradients import (

@@ -422,7 +422,7 @@ def check_can_show_flat(handle: FlatParamHandle) -> None:
             f"the module of unit '{handle.name}' has an attribute "
             f"'{slot.name}', the name of its flat parameter. Rename it."
         )
-    if handle.precision.extension is not None and handle.shown.is_unsharded:
+    if handle.memory.precision.extension is not None and handle.shown.is_unsharded:
         raise RuntimeError(
             f"unit '{handle.name}' shows the full values of a parameter of a class of its own "
             "(fsdp_pre_all_gather), which no flat parameter can stand for. Call reshard(module) "

@@ -408,7 +408,7 @@ def materialize(handle: FlatParamHandle, given: dict[int, Tensor] | None = None)
         given: Values in place of zeros: this rank's shards of the originals by index. Each is
             removed when it has been copied, to save memory. Not with a flat parameter.
     """
-    device = HOST if handle.offload.is_active else handle.shard_group.device
+    device = HOST if handle.memory.offload.is_active else handle.shard_group.device
     for index, shown in enumerate(handle.shown.at_rest):
         param, flag = shown.sharded, shown.sharded.requires_grad
         if given:

@@ -129,7 +129,7 @@ REACHED = {
     "files of agreed order": 8,
     "files of small group": 6,
     "files of second stage": 12,
-    "options that the reading path imports": 9,
+    "options that the reading path imports": 8,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name

@@ -101,7 +101,7 @@ OPTION_MODULES = frozenset(
 
 # Which of them each file of the reading path still imports; as with the words, no further one.
 IMPORTED_OPTIONS: dict[str, set[str]] = {
-    "flat_param/handle.py": {"flat_param.precision", "flat_param.user_hooks"},
+    "flat_param/handle.py": {"flat_param.user_hooks"},
     "runtime/unit.py": {"runtime.reduction_order"},
     "runtime/forward.py": {"flat_param.pending_gradients"},
     "flat_param/full_values.py": {"comm.hooks"},
