@@ -14,7 +14,7 @@ from composable_shard.flat_param import LATE_GRAPH, NESTED, FlatParamHandle
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.gathers import gather_in_backward, gather_region
 from composable_shard.runtime.open_graphs import UnitCall, alive
-from composable_shard.runtime.reduction_queue import NO_CALL, NOT_OPEN, Item
+from composable_shard.runtime.reduction_queue import NO_CALL, NOT_IN_USE, Item
 from composable_shard.runtime.stage import DELIVERED
 from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.unit import ShardState
@@ -155,7 +155,7 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
         return
     backward: BackwardPass | None = state.context.backward
     item = None if backward is None else backward.queue.items.get(handle)
-    if backward is None or item is None or item.ends_with == NOT_OPEN:
+    if backward is None or item is None or item.ends_with == NOT_IN_USE:
         backward, item = _enter(state, handle, index)
     backward.queue.accumulates = True
     is_counted = state.has_buckets or item.ends_with == NO_CALL or handle.shown.has_early_hooks
@@ -165,19 +165,19 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
 
 
 def _enter(state: ShardState, handle: FlatParamHandle, index: int) -> tuple[BackwardPass, Item]:
-    """Return the backward and its open item; a gradient may be the first sign of either."""
+    """Return the backward and its item in use; a gradient may be the first sign of either."""
     assert state.context is not None
     _check_may_reach(state)
     backward = begin_backward(state.context)
     item = backward.queue.items[handle]
-    if item.ends_with == NOT_OPEN:
+    if item.ends_with == NOT_IN_USE:
         if item.stage is DELIVERED:
             raise RuntimeError(
                 f"a gradient of parameter '{handle.entries[index].label}' came after the hooks on "
                 "its unit (register_post_accumulate_grad_hook) had run. Pass use_reentrant=False "
                 "to torch.utils.checkpoint, and run no backward inside a backward."
             )
-        backward.open_unit(state, NO_CALL)
+        backward.schedule_end(state, NO_CALL)
     return backward, item
 
 

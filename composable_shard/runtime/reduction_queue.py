@@ -78,7 +78,7 @@ from composable_shard.torch_private import (
 LATE = 2  # a flag: some rank has gradients of a handle that came after its reduction
 _MAY_CHANGE = 2  # a flag of early gradients
 NO_CALL = -1  # in place of the number of a call: the end of the backward
-NOT_OPEN = -2  # likewise: none, for the backward has not reached the handle, or it is over
+NOT_IN_USE = -2  # likewise: none, for the backward has not reached the handle, or it is over
 
 
 class Item:
@@ -90,7 +90,7 @@ class Item:
         is_agreed: They are reduced in the agreed order, [Note: Agreed order].
         stage: How far they are; it moves as `STAGE_MOVES` says.
         ends_with: Number of the unit's first call: the handle ends when the backward has passed it.
-            `NO_CALL`: with the backward. `NOT_OPEN`: the backward has not reached it, or is over.
+            `NO_CALL`: with the backward. `NOT_IN_USE`: the backward has not reached it, or is over.
         counted: Parameters whose gradients have come, where their number starts a reduction.
         had_all: Its last reduction was issued after autograd had run all nodes of the backward.
         flags: The flag reduction of early gradients, in flight.
@@ -119,7 +119,7 @@ class Item:
         self.is_reduced = self.is_wanted
         self.is_agreed = False
         self.stage = OPEN
-        self.ends_with = NOT_OPEN
+        self.ends_with = NOT_IN_USE
         self.had_all = False
         self.counted: set[int] = set()
         self.flags: FlagReduction | None = None
