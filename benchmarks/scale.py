@@ -47,8 +47,11 @@ NUM_PARAMS = 9
 STEPS = 5  # a sample is the median of so many
 WARM = 12  # steps until no identities are exchanged any more
 KINDS = {  # by kind, how torch calls it
-    "gathers": ("_allgather_base", "all_gather_single"),
-    "reductions": ("_reduce_scatter_base", "reduce_scatter_single", "alltoall_base"),
+    "gathers": ("_allgather_base", "all_gather_single", "allgather_into_tensor_coalesced"),
+    "reductions": (
+        *("_reduce_scatter_base", "reduce_scatter_single", "alltoall_base"),
+        *("reduce_scatter_tensor_coalesced", "allreduce_coalesced"),
+    ),
     "others": ("allreduce", "broadcast", "barrier", "reduce", "gather", "scatter", "send", "recv"),
 }
 
@@ -93,7 +96,8 @@ def measure_ranks(peer: str, num_ranks: int, num_layers: int) -> Costs:
 def collectives_of_step(peer: str, num_ranks: int, config: str) -> dict[str, list[int]]:
     """Return by kind the bytes of each collective of a warm step, forward, backward and AdamW.
 
-    The bytes are those of its largest tensor, the full-size buffer.
+    The bytes are those of its largest tensor, the full-size buffer; of several that are issued
+    together, of all of them.
     """
     batch = make_batch(config, 0)
     with free_world(num_ranks) as group:
@@ -118,8 +122,7 @@ def note_collectives(group: FreeGroup) -> dict[str, list[int]]:
 
     def note(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            tensors = (each for each in tree_leaves(args) if isinstance(each, Tensor))
-            sizes.setdefault(kind, []).append(max((each.nbytes for each in tensors), default=0))
+            sizes.setdefault(kind, []).append(max(map(_nbytes, args), default=0))
             return original(*args)
 
         return call
@@ -128,6 +131,10 @@ def note_collectives(group: FreeGroup) -> dict[str, list[int]]:
         for name in names:
             setattr(group, name, note(kind, getattr(group, name)))
     return sizes
+
+
+def _nbytes(argument: Any) -> int:
+    return sum(each.nbytes for each in tree_leaves(argument) if isinstance(each, Tensor))
 
 
 # Units and parameters

@@ -355,11 +355,18 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-# Bound methods, which take `(output, shard)` and `(output, full, options)`.
-all_gather_base_of: Callable[[dist.ProcessGroup], Callable[..., dist.Work]] = attrgetter(
-    "_allgather_base"
-)
-reduce_scatter_base_of: Callable[[dist.ProcessGroup], Callable[..., dist.Work]] = attrgetter(
+def groups_calls(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether a group's backend for a device can issue several collectives as one call."""
+    try:
+        return bool(attrgetter("supports_coalescing")(backend_of(group, device)))
+    except (AttributeError, RuntimeError):
+        return False
+
+
+# Bound methods of a group, or of what stands for one; they take `(output, shard)` and
+# `(output, full, options)`.
+all_gather_base_of: Callable[[Any], Callable[..., dist.Work]] = attrgetter("_allgather_base")
+reduce_scatter_base_of: Callable[[Any], Callable[..., dist.Work]] = attrgetter(
     "_reduce_scatter_base"
 )
 

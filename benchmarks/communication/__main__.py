@@ -1,10 +1,10 @@
-"""Runs a case: counts, overlap, even, uneven, slow_links."""
+"""Runs a case: counts, overlap, latency, even, uneven, slow_links."""
 
 import sys
 
 from benchmarks.cases import run_case
 
-CASES = ["counts", "overlap", "even", "uneven", "slow_links"]
+CASES = ["counts", "overlap", "latency", "even", "uneven", "slow_links"]
 
 if __name__ == "__main__":
     sys.exit(run_case("benchmarks.communication", CASES))

@@ -44,6 +44,7 @@ from composable_shard.comm.hooks import (
     wire_nbytes,
 )
 from composable_shard.comm.host_group import HostGroup, get_host_group
+from composable_shard.comm.launches import MAX_LAUNCH_NBYTES, Launch
 from composable_shard.comm.order import (
     enter_setting,
     exchange_always,

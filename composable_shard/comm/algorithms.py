@@ -36,6 +36,7 @@ from composable_shard.comm.devices import (
     payload,
 )
 from composable_shard.comm.identity_exchange import make_exchange
+from composable_shard.comm.launches import issuers
 from composable_shard.comm.messages import LOW_PRECISION, Works, exchange
 from composable_shard.comm.order import MAX_ISSUED, identify, order_of
 from composable_shard.comm.watch import fail
@@ -112,8 +113,8 @@ class GatherAlgorithm:
 
     def start(self) -> Waitable:
         """Start gathering."""
-        order = self._order
-        work = all_gather_base_of(self._group)(self._output, self._shard)
+        order, group = self._order, self._group
+        work = all_gather_base_of(issuers.get(group, group))(self._output, self._shard)
         order.posted = weakref.ref(work)
         return work
 
@@ -249,10 +250,11 @@ class SumAlgorithm:
         is_cast = output.dtype != input.dtype
         received = input.new_empty(output.shape) if is_cast else output
         pair = (as_real(received), as_real(input)) if input.is_complex() else (received, input)
-        work = reduce_scatter_base_of(self._group)(*pair, options)
+        group = self._group
+        work = reduce_scatter_base_of(issuers.get(group, group))(*pair, options)
         self._order.posted = weakref.ref(work)
         terms = received[None] if is_cast else None
-        return PendingReduction(work, output, input, terms, scale, self._group)
+        return PendingReduction(work, output, input, terms, scale, group)
 
 
 class UnevenSum(SumAlgorithm):

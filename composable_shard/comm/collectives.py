@@ -9,6 +9,7 @@ time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from composable_shard.comm.devices import (
 )
 from composable_shard.comm.devices import abandon as abandon
 from composable_shard.comm.identity_exchange import exchange_identity
+from composable_shard.comm.launches import issuers
 from composable_shard.comm.messages import MAX_SMALL_NBYTES, MessageGroup, Works
 from composable_shard.comm.messages import wait_for_interrupted as wait_for_interrupted
 from composable_shard.comm.order import GroupOrder, identify, order_of
@@ -56,9 +58,9 @@ def _issuer_of(
     *,
     is_rare: bool = False,
     is_large: bool = False,
-) -> dist.ProcessGroup | MessageGroup:
+) -> Any:
     """Return the object that issues the noted collective: messages, or the backend after an
-    exchange.
+    exchange, perhaps with others.
 
     Args:
         group: Its ranks.
@@ -72,7 +74,7 @@ def _issuer_of(
         order.check_always()
     if not has_messages or is_large:
         exchange_identity(group, order, device, is_rare)
-        return group
+        return issuers.get(group, group)
     return MessageGroup(group, order)
 
 

@@ -41,6 +41,11 @@ class Streams:
     unshard_stream: torch.Stream
     reduce_stream: torch.Stream
 
+    def point_after(self, stream: torch.Stream, work: Waitable) -> Waitable:
+        """Let a side stream, the current one, wait for a work; return the point after that."""
+        work.wait()
+        return StreamPoint(stream)
+
 
 class StreamPoint:
     """The work issued on a stream so far. Waiting for it does not block the host."""

@@ -18,7 +18,8 @@ class Event(NamedTuple):
 
     `kind` is `issue_gather`, `wait_gather`, `free`, `compute`, `issue_reduce`, `wait_reduce`,
     `gradient_hooks` (with the name of a unit), or `all_gather`, `reduce_scatter`, `all_reduce`,
-    `broadcast` (with the name of the process group and the bytes of the full-size payload).
+    `broadcast` (with the name of the process group and the bytes of the full-size payload), or
+    `launch` (with their number) before collectives that are issued as one. [Note: Launches]
     """
 
     kind: str

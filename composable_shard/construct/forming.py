@@ -132,7 +132,8 @@ def fully_shard(  # noqa: PLR0913 -- one keyword-only option each, named as in F
         prefetch_nbytes: While the unit computes, the next one is all-gathered, and with it the
             small units after that, as long as all of them have at most this many bytes in their
             compute dtype. 0: one unit at a time. Overridden by `set_forward_prefetch` and
-            `set_backward_prefetch`.
+            `set_backward_prefetch`. On NCCL, as many bytes of small units' gradients may wait to be
+            reduced together, or be in flight.
         separate_reduce_group: For `FULL_SHARD`. True gives reductions a process group of their own,
             so that they run beside the backward's gathers; the collectives of one NCCL group run
             one after another. Use it where a layer's gather and reduction together take longer

@@ -46,7 +46,6 @@ from composable_shard.comm import (
     DONE,
     AllGather,
     SmallGroup,
-    StreamPoint,
     Streams,
     Waitable,
     collectives,
@@ -243,8 +242,7 @@ class FullValues:
         # gets may still be read by the last unit's compute: both are on the current stream.
         stream.wait_stream(torch.accelerator.current_stream())
         with stream:
-            self._start(when).wait()
-            return StreamPoint(stream)
+            return streams.point_after(stream, self._start(when))
 
     def _start(self, when: str) -> Waitable:
         shard, group = self.shard, self.shard.shard_group.group

@@ -10,6 +10,8 @@ postponed: reduce-scattered shards then add up in `partial` until a reduction wi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +24,7 @@ from composable_shard.comm import (
     StageKey,
     StreamPoint,
     Streams,
+    Then,
     Waitable,
     call_hook,
     collectives,
@@ -74,6 +77,7 @@ class FlatReduction:
         main_dtype: Dtype of `partial`, and of results that need no further reduction.
         output_dtype: Dtype in which the ranks' terms are added up.
         own_numel: Elements of this rank's shard.
+        nbytes: Of the buffers that it reduces.
         output: Shape `(shard_numel,)`: output of the reduction in flight; None without one.
         partial: Shape `(shard_numel,)`: reduce-scattered gradients whose second stage is postponed.
     """
@@ -84,6 +88,7 @@ class FlatReduction:
         self._layout = layout
         self._num_ranks = shard_group.num_ranks
         self.own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
+        self.nbytes = 0
         self.label = UnitLabel("?")
         self.settings = UnitSettings()
         self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
@@ -97,7 +102,7 @@ class FlatReduction:
         # On a side stream: the points at which the buffer is free and the result complete, and the
         # stream with the memory that it reads until then.
         self._buffer_read: StreamPoint | None = None
-        self._done: StreamPoint | None = None
+        self._done: Waitable | None = None
         self._read: tuple[torch.Stream, Tensor | None, Tensor | None] | None = None
 
     def bind(
@@ -109,6 +114,7 @@ class FlatReduction:
         reduce dtype, only the result is rounded to it, once.
         """
         group, self.main_dtype = self.shard_group, main_dtype
+        self.nbytes = self._layout.padded_numel * reduce_dtype.itemsize
         is_wider = not group.replicate_groups and reduce_dtype != main_dtype
         self.output_dtype = (
             torch.promote_types(reduce_dtype, main_dtype) if is_wider else reduce_dtype
@@ -117,6 +123,16 @@ class FlatReduction:
             self._reduce_scatter = ReduceScatter(
                 group.reduce_group or group.group, reduce_dtype, device, self._layout.uneven_numels
             )
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of its first collective; None for a comm hook, or a sum over several groups."""
+        ranks = self.shard_group
+        if self.settings.comm_hook is not None:
+            return None
+        if ranks.size > 1:
+            return ranks.reduce_group or ranks.group
+        return ranks.replicate_groups[0] if len(ranks.replicate_groups) == 1 else None
 
     def scratch_parts(self, *, in_place: bool) -> int:
         """Return the collectives' scratch memory beside a buffer, in shards, as `ReduceScatter`.
@@ -161,14 +177,18 @@ class FlatReduction:
         self._read = stream, scratch, self.partial
         with stream:
             output = self._issue(buffer, scratch, scale, output)
-            scattered = self._end_first_stage()
-            if self.shard_group.replicate_groups:
-                self._buffer_read = StreamPoint(stream)
-            if scattered is not None:
-                self._begin_second_stage(scattered)
-            self._end(output)
-            self._done = StreamPoint(stream)
+            stages = Then((), partial(self._end_on_stream, stream, output))
+            self._done = streams.point_after(stream, stages)
         self.output = output
+
+    def _end_on_stream(self, stream: torch.Stream, output: Tensor) -> None:
+        """Let a side stream do all that comes after the first stage was issued."""
+        scattered = self._end_first_stage()
+        if self.shard_group.replicate_groups:
+            self._buffer_read = StreamPoint(stream)
+        if scattered is not None:
+            self._begin_second_stage(scattered)
+        self._end(output)
 
     def _issue(
         self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None

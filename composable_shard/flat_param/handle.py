@@ -382,6 +382,12 @@ class FlatParamHandle:
 
     # Functions that involve several parts
 
+    @property
+    def needs_gather(self) -> bool:
+        """Whether `unshard` issues a gather."""
+        full = self.full
+        return full.is_sharded and not full.is_current and not self.shown.state.is_fixed
+
     def unshard(self, streams: Streams | None = None, when: str = "unshard") -> None:
         """Start gathering the full values; no-op while they are there and no shard was written.
 

@@ -158,7 +158,8 @@ def estimate(  # noqa: PLR0913 -- what a plan depends on, each by name
     shape = _shape(world_size, mesh_shape)
     planned = plan_model(model, rules, options, shape)
     report, root = planned.report, planned.checked[-1]
-    memory = step_memory(planned, report.units, is_cpu=device_type == "cpu")
+    is_cpu = device_type == "cpu"
+    memory = step_memory(planned, report.units, is_cpu=is_cpu, is_launched=not is_cpu)
     run, moments = None, moments_of(model, memory)
     if batch is not None:
         policies = {each.unit.module: each.unit.options.mp_policy for each in planned.checked}

@@ -16,12 +16,14 @@ At every moment of a step a rank holds, in addition to parameters at rest and op
   reduction in flight; and the shards of gradients that were reduced before;
 - activations, and a gradient that is not complete, [Note: Fake run].
 
-Terms that are summed on the CPU take memory there, [Note: Low-precision sums].
+Terms that are summed on the CPU take memory there, [Note: Low-precision sums]. On an accelerator
+gradients of small units wait for others, [Note: Launched reductions].
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,10 +32,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from composable_shard.comm import MAX_EXCHANGE_SIZE
+from composable_shard.comm import MAX_EXCHANGE_SIZE, MAX_LAUNCH_NBYTES
 from composable_shard.options import MixedPrecisionPolicy
 from composable_shard.planning.costs import Cost, RankCounts
-from composable_shard.runtime import cast_arguments, cast_output, iter_tensors
+from composable_shard.runtime import cast_arguments, cast_output, divide_in_runs, iter_tensors
 from composable_shard.torch_private import (
     DEPENDS_ON_VALUES,
     FakeTensorMode,
@@ -290,10 +292,18 @@ class StepMemory:
     )
     is_freed: bool = True  # the full parameters are freed when its forward has returned
     prefetch_nbytes: int = 0
+    is_launched: bool = False  # its collectives may be issued with those of its neighbours
 
     @classmethod
     def of(
-        cls, cost: Cost, ranks: RankCounts, *, is_freed: bool, prefetch_nbytes: int, is_cpu: bool
+        cls,
+        cost: Cost,
+        ranks: RankCounts,
+        *,
+        is_freed: bool,
+        prefetch_nbytes: int,
+        is_cpu: bool,
+        is_launched: bool,
     ) -> StepMemory:
         """Return the memory of a unit with these costs."""
         packed, copies = cost.packed_nbytes, max(ranks.replicate, default=1)
@@ -310,6 +320,7 @@ class StepMemory:
             is_in_place=0 < cost.gathered_nbytes <= packed,
             is_freed=is_freed,
             prefetch_nbytes=prefetch_nbytes,
+            is_launched=is_launched,
         )
 
 
@@ -337,7 +348,8 @@ def _visit(
 
 def find_peaks(units: Mapping[nn.Module, StepMemory], moments: Sequence[Moment]) -> tuple[int, int]:
     """Return the most bytes held in the forward and in the backward, see [Note: Peaks]."""
-    step = _Step(units, moments)
+    are_launched = all(unit.is_launched for unit in units.values())
+    step = (_LaunchedStep if are_launched else _Step)(units, moments)
     forward = backward = 0
     for place, moment in enumerate(moments):
         if moment.event == "forward":
@@ -424,6 +436,47 @@ class _Step:
             batch.append(following)
         self._ahead.update(batch)
         self._gathered.update(dict.fromkeys(batch))
+
+
+class _LaunchedStep(_Step):
+    """Likewise where the backend groups collectives, as NCCL does."""
+
+    def __init__(self, units: Mapping[nn.Module, StepMemory], moments: Sequence[Moment]) -> None:
+        super().__init__(units, moments)
+        self._runs = {order: self._runs_of(order) for order in (self._forward, self._backward)}
+        self._waiting = 0  # gradients that wait for others
+
+    def _runs_of(self, order: _Order) -> deque[tuple[int, int, int]]:
+        of_order = [self._units[module] for module in order.modules]
+        sizes, limits = (
+            [each.gathered for each in of_order],
+            [each.prefetch_nbytes for each in of_order],
+        )
+        return deque(divide_in_runs(sizes, limits))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return super().nbytes + self._waiting
+
+    def _end(self, module: nn.Module) -> None:
+        in_flight, unit = self._in_flight, self._units[module]
+        super()._end(module)
+        limit = min(MAX_LAUNCH_NBYTES, unit.prefetch_nbytes // 2)
+        if unit.packed > limit:
+            self._waiting = 0  # ends before this one begins
+        elif self._waiting + unit.packed <= limit:
+            self._in_flight = in_flight
+            self._waiting += unit.packed
+        else:
+            self._in_flight, self._waiting = self._waiting, unit.packed
+
+    def _gather(self, module: nn.Module, order: _Order) -> None:
+        self._gathered[module] = None
+        runs = self._runs[order]
+        while runs and runs[0][0] <= order.places[module]:
+            _, start, end = runs.popleft()
+            self._gathered.update(dict.fromkeys(order.modules[start:end]))
 
 
 class _Order:

@@ -215,7 +215,7 @@ class ModelPlan:
     def report(self) -> ShardingPlan:
         """The plan as plain data."""
         units = _planned_units(self)
-        memory = step_memory(self, units, is_cpu=False)
+        memory = step_memory(self, units)
         peak, _ = find_peaks(memory, moments_of(self.tree.root, memory))
         return ShardingPlan(type(self.tree.root).__name__, units, peak)
 
@@ -347,9 +347,18 @@ def _frees(tree: ModuleTree, each: CheckedUnit) -> bool | int:
 
 
 def step_memory(
-    planned: ModelPlan, units: Sequence[PlannedUnit], *, is_cpu: bool
+    planned: ModelPlan,
+    units: Sequence[PlannedUnit],
+    *,
+    is_cpu: bool = False,
+    is_launched: bool = False,
 ) -> dict[nn.Module, StepMemory]:
-    """Return the memory of each unit in a step, by its module."""
+    """Return the memory of each unit in a step, by its module.
+
+    Args:
+        is_cpu: Whether the ranks' terms of sums take memory.
+        is_launched: Whether collectives of small units are issued together.
+    """
     return {
         each.unit.module: StepMemory.of(
             unit.cost,
@@ -357,6 +366,7 @@ def step_memory(
             is_freed=_frees(planned.tree, each) is not False,
             prefetch_nbytes=each.unit.options.prefetch_nbytes,
             is_cpu=is_cpu,
+            is_launched=is_launched,
         )
         for each, unit in zip(planned.checked, units, strict=True)
     }

@@ -9,6 +9,7 @@ from composable_shard.runtime.containers import iter_tensors
 from composable_shard.runtime.forward import check_is_idle, post_forward, pre_forward
 from composable_shard.runtime.gathers import apply_policy, make_small_group, release_handle
 from composable_shard.runtime.initialization import lazy_init, lazy_init_params
+from composable_shard.runtime.launched_gathers import divide_in_runs
 from composable_shard.runtime.lockstep import compare_setting
 from composable_shard.runtime.membership import join_owners, remember_trees, share_context
 from composable_shard.runtime.meta_buffers import place_buffers, watch_meta_buffers

@@ -12,7 +12,7 @@ import torch
 from composable_shard.comm import trace
 from composable_shard.flat_param import LATE_GRAPH, NESTED, FlatParamHandle
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
-from composable_shard.runtime.gathers import gather_in_backward, gather_region
+from composable_shard.runtime.gathers import gather_region
 from composable_shard.runtime.open_graphs import UnitCall, alive
 from composable_shard.runtime.reduction_queue import NO_CALL, NOT_IN_USE, Item
 from composable_shard.runtime.stage import DELIVERED
@@ -106,7 +106,8 @@ def _unshard(backward: BackwardPass, state: ShardState) -> None:
     """Gather a unit for its backward, start the gathers of the next units, show its parameters."""
     for handle in state.needed_handles:
         handle.shown.check_registered()
-    gather_in_backward(backward.context, state, backward.prefetched, backward.following)
+    context = backward.context
+    context.gathers.gather_in_backward(context, state, backward.prefetched, backward.following)
     for handle in state.needed_handles if state.settings.unshard_in_backward else ():
         handle.full.wait()
         handle.shown.show_unsharded()

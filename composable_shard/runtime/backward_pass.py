@@ -63,7 +63,7 @@ class BackwardPass:
         self.states: list[ShardState] = []
         self.graph_task_id = current_backward_id()
         self.following: dict[StateRef, StateRef] = {}
-        self.queue = ReductionQueue(context)
+        self.queue: ReductionQueue = context.make_queue(context)
         self.recomputed: set[ShardState] = set()
         self.regions: set[Region[ShardState]] = set()
         self.prefetched: dict[ShardState, bool] = {}

@@ -25,10 +25,7 @@ from composable_shard.runtime.backward import CallReached, recompute
 from composable_shard.runtime.contents import has_changed
 from composable_shard.runtime.forward_call import ForwardCall
 from composable_shard.runtime.gathers import (
-    choose_ahead,
     drop_prefetched,
-    gather_ahead,
-    gather_kept,
     release_handle,
 )
 from composable_shard.runtime.initialization import initialize
@@ -146,7 +143,7 @@ def _begin_call(
             note_unreached_call(context)
     context.call = call = ForwardCall(state.ref, state.forward_order)
     if context.reduction_order is not None:
-        gather_kept(context)
+        context.gathers.gather_kept(context)
     return call
 
 
@@ -176,7 +173,8 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall[ShardSta
             _compute_as_shown(state)
         handle.shown.check_registered()
     upcoming = call.advance(state.ref)
-    ahead = choose_ahead(state, call.prefetched, state.settings.forward_prefetch, upcoming)
+    chosen = state.settings.forward_prefetch
+    ahead = context.gathers.choose_ahead(state, call.prefetched, chosen, upcoming)
     if not state.is_in_pass:
         # Claim before gathering, so that `_leave_pass` frees the values after an error.
         state.is_in_pass = True
@@ -185,8 +183,9 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall[ShardSta
     for handle in needed:
         handle.unshard(context.streams, "forward")
     if ahead:
-        are_chosen = state.settings.forward_prefetch is not None
-        gather_ahead(context, call.prefetched, ahead, "forward", are_chosen=are_chosen)
+        context.gathers.gather_ahead(
+            context, call.prefetched, ahead, "forward", are_chosen=chosen is not None
+        )
     for handle in needed:
         handle.full.wait()
     for handle in needed:

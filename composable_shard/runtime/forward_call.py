@@ -26,7 +26,7 @@ class ForwardCall(Generic[Unit]):
 
     __slots__ = (
         *("innermost", "last_order", "leader", "order"),
-        *("output_sequence_nr", "prefetched", "prepared"),
+        *("output_sequence_nr", "prefetched", "prepared", "__weakref__"),
     )
 
     def __init__(self, leader: ref[Unit], last_order: list[ref[Unit]]) -> None:

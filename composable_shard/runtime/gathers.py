@@ -26,64 +26,111 @@ from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
 
 
-def choose_ahead(
-    state: ShardState,
-    prefetched: dict[ShardState, bool],
-    chosen: tuple[StateRef, ...] | None,
-    upcoming: Iterable[ShardState | None],
-) -> list[ShardState]:
-    """Return the units to gather while `state` runs.
+class Gathers:
+    """The gathers of a tree's calls and backwards: of the units that run, and of those after them.
 
-    Args:
-        state: The unit that runs now.
-        prefetched: The units that were gathered ahead; `state` is removed.
-        chosen: The units that the user chose, of this tree; None: choose from `upcoming`.
-        upcoming: The units that came next the last time, in order; empty if the order has changed.
-            None (a deleted unit) ends the choice.
+    A tree has one such object, chosen when its ranks are compared.
     """
-    prefetched.pop(state, None)
-    if chosen is not None:
-        return state.in_tree(chosen)
-    targets: list[ShardState] = []
-    nbytes = 0
-    for target in upcoming:
-        if target is None or target is state or (not targets and target in prefetched):
-            break
-        for handle in target.needed_handles:
-            nbytes += handle.full.buffer.nbytes
-        if targets and nbytes > state.options.prefetch_nbytes:
-            break
-        targets.append(target)
-    return targets
 
+    def choose_ahead(
+        self,
+        state: ShardState,
+        prefetched: dict[ShardState, bool],
+        chosen: tuple[StateRef, ...] | None,
+        upcoming: Iterable[ShardState | None],
+    ) -> list[ShardState]:
+        """Return the units to gather while `state` runs.
 
-def gather_ahead(
-    context: TreeContext,
-    prefetched: dict[ShardState, bool],
-    targets: list[ShardState],
-    when: str,
-    *,
-    are_chosen: bool,
-) -> None:
-    """Start the gathers of units that run later; skip handles that are unsharded.
+        Args:
+            state: The unit that runs now.
+            prefetched: The units that were gathered ahead; `state` is removed.
+            chosen: The units that the user chose, of this tree; None: choose from `upcoming`.
+            upcoming: The units that came next the last time, in order; empty if the order has
+                changed. None (a deleted unit) ends the choice.
+        """
+        prefetched.pop(state, None)
+        if chosen is not None:
+            return state.in_tree(chosen)
+        targets: list[ShardState] = []
+        nbytes = 0
+        for target in upcoming:
+            if target is None or target is state or (not targets and target in prefetched):
+                break
+            for handle in target.needed_handles:
+                nbytes += handle.full.buffer.nbytes
+            if targets and nbytes > state.options.prefetch_nbytes:
+                break
+            targets.append(target)
+        return targets
 
-    Args:
-        context: The tree's.
-        prefetched: The dict to enter the units in.
-        targets: From `choose_ahead`.
-        when: "forward" or "backward".
-        are_chosen: Whether the user chose them.
-    """
-    for target in targets:
-        if when == "backward" and not target.settings.unshard_in_backward:
-            continue
-        # Enter the unit before its gathers, so that they are freed if one of them fails.
-        prefetched[target] = are_chosen or prefetched.get(target, False)
-        for handle in target.needed_handles:
-            if handle.is_attached and handle.shown.state is Shown.SHARDED:
-                if when == "forward":
+    def gather_ahead(
+        self,
+        context: TreeContext,
+        prefetched: dict[ShardState, bool],
+        targets: list[ShardState],
+        when: str,
+        *,
+        are_chosen: bool,
+    ) -> None:
+        """Start the gathers of units that run later; skip handles that are unsharded.
+
+        Args:
+            context: The tree's.
+            prefetched: The dict to enter the units in.
+            targets: From `choose_ahead`.
+            when: "forward" or "backward".
+            are_chosen: Whether the user chose them.
+        """
+        for target in targets:
+            if when == "backward" and not target.settings.unshard_in_backward:
+                continue
+            # Enter the unit before its gathers, so that they are freed if one of them fails.
+            prefetched[target] = are_chosen or prefetched.get(target, False)
+            for handle in target.needed_handles:
+                if handle.is_attached and handle.shown.state is Shown.SHARDED:
+                    if when == "forward":
+                        handle.adopt_changes()
+                    handle.unshard(context.streams, when)
+
+    def gather_kept(self, context: TreeContext) -> None:
+        """Gather kept values of all units whose shards were written, as the note above says."""
+        for state in context.live_states():
+            for handle in state.handles:
+                full = handle.full
+                if handle.grads.is_persistent and full.is_sharded and not full.is_current:
                     handle.adopt_changes()
-                handle.unshard(context.streams, when)
+                    handle.unshard(context.streams, "forward")
+
+    def gather_in_backward(
+        self,
+        context: TreeContext,
+        state: ShardState,
+        prefetched: dict[ShardState, bool],
+        following: dict[StateRef, StateRef],
+    ) -> None:
+        """Start the gathers of a unit that a backward has reached, and of the units after it.
+
+        Args:
+            context: The tree's.
+            state: The unit.
+            prefetched: The units that this backward has gathered ahead.
+            following: For each unit, the unit that is expected after it.
+        """
+        state.transition(TrainingState.PRE_BACKWARD)
+        for handle in state.needed_handles:
+            if handle.guard.has_new_attributes:
+                handle.adopt_changes()
+            # Decide by `shown.state`, which is equal on all ranks, not by `full.state`, which is
+            # not: on some ranks gradients may have overwritten values.
+            if handle.shown.state is Shown.SHARDED and state.settings.unshard_in_backward:
+                handle.unshard(context.streams, "backward")
+        chosen = state.settings.backward_prefetch
+        ahead = self.choose_ahead(state, prefetched, chosen, _follow(following, state.ref))
+        if ahead and chosen is None and prefetched:
+            # A backward may skip prefetched units, so free them. A forward in the known order skips
+            # none, and its end frees any that it did skip.
+            drop_prefetched(prefetched, keeps=ahead, keeps_chosen=True)
+        self.gather_ahead(context, prefetched, ahead, "backward", are_chosen=chosen is not None)
 
 
 def gather_region(
@@ -96,48 +143,7 @@ def gather_region(
     if region not in gathered:
         gathered.add(region)
         # Not among the prefetched units, which a backward that skips them frees.
-        gather_ahead(context, {}, alive(region.units), "backward", are_chosen=True)
-
-
-def gather_kept(context: TreeContext) -> None:
-    """Gather kept values of all units whose shards were written, [Note: Gathers of kept values]."""
-    for state in context.live_states():
-        for handle in state.handles:
-            full = handle.full
-            if handle.grads.is_persistent and full.is_sharded and not full.is_current:
-                handle.adopt_changes()
-                handle.unshard(context.streams, "forward")
-
-
-def gather_in_backward(
-    context: TreeContext,
-    state: ShardState,
-    prefetched: dict[ShardState, bool],
-    following: dict[StateRef, StateRef],
-) -> None:
-    """Start the gathers of a unit that a backward has reached, and of the units after it.
-
-    Args:
-        context: The tree's.
-        state: The unit.
-        prefetched: The units that this backward has gathered ahead.
-        following: For each unit, the unit that is expected after it.
-    """
-    state.transition(TrainingState.PRE_BACKWARD)
-    for handle in state.needed_handles:
-        if handle.guard.has_new_attributes:
-            handle.adopt_changes()
-        # Decide by `shown.state`, which is equal on all ranks, not by `full.state`, which is not:
-        # on some ranks gradients may have overwritten values.
-        if handle.shown.state is Shown.SHARDED and state.settings.unshard_in_backward:
-            handle.unshard(context.streams, "backward")
-    chosen = state.settings.backward_prefetch
-    ahead = choose_ahead(state, prefetched, chosen, _follow(following, state.ref))
-    if ahead and chosen is None and prefetched:
-        # A backward may skip prefetched units, so free them. A forward in the known order skips
-        # none, and its end frees any that it did skip.
-        drop_prefetched(prefetched, keeps=ahead, keeps_chosen=True)
-    gather_ahead(context, prefetched, ahead, "backward", are_chosen=chosen is not None)
+        context.gathers.gather_ahead(context, {}, alive(region.units), "backward", are_chosen=True)
 
 
 def _follow(following: dict[StateRef, StateRef], first: StateRef) -> Iterator[ShardState | None]:

@@ -15,13 +15,18 @@ from composable_shard.runtime.aborted import next_backward_id
 from composable_shard.runtime.backward import on_gradient
 from composable_shard.runtime.comparison import check_agreement
 from composable_shard.runtime.contents import note_contents
+from composable_shard.runtime.gathers import Gathers
+from composable_shard.runtime.launched_gathers import LaunchedGathers, LaunchedKeptGathers
+from composable_shard.runtime.launched_reductions import LaunchedBatches, LaunchedReductions
 from composable_shard.runtime.membership import has_other_units, renew_context, share_context
 from composable_shard.runtime.meta_buffers import check_buffers, place_buffers
 from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.reduction_order import ReductionOrder
+from composable_shard.runtime.reduction_queue import ReductionQueue
 from composable_shard.runtime.tree import find_reader, get_states, read_state
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.runtime.whole_model import find_unmanaged, raise_unmanaged
+from composable_shard.torch_private import groups_calls
 
 
 def attach_or_refresh(state: ShardState) -> None:
@@ -158,6 +163,20 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
             handle.guard.pop_writes()  # ranks may have initialised by themselves
         if any(handle.grads.is_persistent for handle in context.live_handles()):
             context.reduction_order = ReductionOrder()
+        _choose_ways(context)
+
+
+def _choose_ways(context: TreeContext) -> None:
+    """Choose how a tree gathers and reduces, by what the backends of its groups can do."""
+    handles = context.live_handles()
+    groups = {group for handle in handles for group in handle.shard_group.groups}
+    several = [group for group in groups if group.size() > 1]
+    if not (several and all(groups_calls(group, context.device) for group in several)):
+        context.gathers, context.make_queue = Gathers(), ReductionQueue
+    elif context.reduction_order is None:
+        context.gathers, context.make_queue = LaunchedGathers(), LaunchedReductions
+    else:
+        context.gathers, context.make_queue = LaunchedKeptGathers(), LaunchedBatches
 
 
 def _always_checked(states: list[ShardState]) -> list[dist.ProcessGroup]:

@@ -55,6 +55,7 @@ further hook runs, and all gradients are published.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch.autograd.graph import get_gradient_edge
 
@@ -187,10 +188,11 @@ class ReductionQueue:
     """
 
     def __init__(self, context: TreeContext) -> None:
-        self._context = context
+        self._context, self._streams = context, context.streams
         self.items: dict[FlatParamHandle, Item] = {}
         self.agreed: list[Item] = []
-        self._expected: list[Item] = []  # agreed, reduced by all ranks, and not issued yet
+        # Agreed, reduced by all ranks, and not issued yet: items, or what stands for several
+        self._expected: list[Any] = []
         self._over: dict[Item, None] = {}  # agreed, in the order in which this rank was ready
         self.asked: dict[Item, None] = {}
         self.issued: dict[Item, None] = {}
@@ -240,6 +242,11 @@ class ReductionQueue:
                 item.is_agreed = True
                 self.agreed.append(item)
         self._expected = [item for item in self.agreed if order.expects(item.handle)]
+
+    def are_due_at_end(self) -> bool:
+        """Return whether no result is due before the backward ends, and no gradient is late."""
+        is_early = any(item.handle.shown.has_early_hooks for item in self.items.values())
+        return not (is_early or self.asks_for_late)
 
     def _agree_to_reduce(self, buckets: list[FlatParamHandle]) -> None:
         """Let all ranks know whether any of them accumulates gradients."""
@@ -338,7 +345,7 @@ class ReductionQueue:
         # Early, its unit may still compute: the values stay, unless gradients have their place.
         keeps = handle.grads.round is not Round.IN_VALUES if is_early else item.keeps_values
         handle.grads.issue(
-            context.streams,
+            self._streams,
             context.scratch,
             keep_unsharded=keeps,
             is_deferred=item.is_deferred,

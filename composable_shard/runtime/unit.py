@@ -201,6 +201,8 @@ class TreeContext:
         is_checked: Lazy init is complete (also buffers are initialised), so calls skip it.
         streams: Side streams of an accelerator; `scratch`: memory that the reductions share.
         reduction_order: Agreed order of handles with persistent gradients; None without any.
+        gathers: The tree's `Gathers`; `make_queue`: the class of its queues of reductions. Both are
+            chosen when the ranks are compared; untyped, because their modules import this one.
     """
 
     def __init__(
@@ -220,6 +222,8 @@ class TreeContext:
         self.streams = make_streams(device)
         self.scratch = ScratchPool()
         self.reduction_order: ReductionOrder | None = None
+        self.gathers: Any = None
+        self.make_queue: Any = None
         trees.add(self)
 
     def take_over(self, other: TreeContext) -> None:
@@ -231,6 +235,8 @@ class TreeContext:
         """
         self.has_agreed = self.has_agreed and other.has_agreed
         self.is_checked = self.is_checked and other.is_checked
+        if self.reduction_order is None and (other.reduction_order or self.gathers is None):
+            self.gathers, self.make_queue = other.gathers, other.make_queue
         self.reduction_order = self.reduction_order or other.reduction_order
         self.callers |= other.callers
         states = dict.fromkeys([*self.states, *other.states])
@@ -254,6 +260,7 @@ class TreeContext:
         if are_known:
             self.has_agreed = self.is_checked = True
             self.reduction_order = other.reduction_order and ReductionOrder()
+            self.gathers, self.make_queue = other.gathers, other.make_queue
         own = set(self.states)
         self.graphs = graphs.within(own)
         for state in self.live_states():

@@ -19,10 +19,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import composable_shard
 from benchmarks import scale
 from composable_shard import (
+    ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
     get_model_state_dict,
@@ -38,7 +40,7 @@ from composable_shard.comm import identity_exchange
 from composable_shard.comm.order import all_orders
 from composable_shard.options import Granularity
 from composable_shard.runtime import forward
-from tests.common.free_group import free_world
+from tests.common.free_group import FreeGroup, free_world
 from tests.common.models import Sum, SumChain, make_llama, param_nbytes
 
 _PACKAGE = str(Path(composable_shard.__file__).parent)
@@ -260,3 +262,49 @@ def test_a_step_issues_the_same_collectives_on_any_number_of_ranks() -> None:
         assert counts == {"gathers": 97, "reductions": 49, "others": 1}
         assert size <= sum(sizes["reductions"]) <= size + 49 * 16 * number
         assert sum(sizes["others"]) < 1024  # of flags
+
+
+def _collectives_of_equal_units(strategy: ShardingStrategy, num_ranks: int, width: int) -> Sizes:
+    """Return those of a step of 24 units, on more ranks than gloo has messages for."""
+    with free_world(num_ranks) as group:
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(24)))
+        for layer in (*model, model):
+            fully_shard(layer, strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for index in range(3):
+            sizes = scale.note_collectives(group) if index == 2 else {}
+            model(torch.ones(1, width)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return sizes
+
+
+Sizes = dict[str, list[int]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "by_width"),
+    [
+        # Units of 256 KiB, 1 MiB, 4 MiB: what may be ahead, 4 MiB, and half of it for gradients.
+        (ShardingStrategy.FULL_SHARD, {256: (4, 4), 512: (16, 13), 1024: (48, 24)}),
+        (ShardingStrategy.SHARD_GRAD_OP, {256: (2, 4), 512: (8, 13), 1024: (24, 24)}),
+        (ShardingStrategy.SHARD_OPTIM, {256: (2, 2), 512: (6, 6), 1024: (24, 24)}),
+    ],
+)
+def test_the_collectives_of_a_step_follow_the_bytes_of_units_not_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+    strategy: ShardingStrategy,
+    by_width: dict[int, tuple[int, int]],
+) -> None:
+    """Where the backend groups them: as many as bytes need; the same bytes as alone."""
+    for width, counts in by_width.items():
+        monkeypatch.setattr(FreeGroup, "supports_coalescing", False)
+        alone = _collectives_of_equal_units(strategy, 64, width)
+        assert len(alone["reductions"]) == 24
+        monkeypatch.setattr(FreeGroup, "supports_coalescing", True)
+        for num_ranks in (64, 16_384):
+            sizes = _collectives_of_equal_units(strategy, num_ranks, width)
+            kinds = ("gathers", "reductions")
+            assert (width, *(len(sizes[kind]) for kind in kinds)) == (width, *counts)
+            for kind in kinds:
+                assert sum(sizes[kind]) == sum(alone[kind])

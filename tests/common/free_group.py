@@ -73,6 +73,9 @@ class FreeGroup(dist.ProcessGroup):
     # Torch's FSDP2 calls them by newer names.
     all_gather_single = _allgather_base
     reduce_scatter_single = _do_nothing
+    supports_coalescing = False  # set it to group collectives, as NCCL does
+    allgather_into_tensor_coalesced = reduce_scatter_tensor_coalesced = _do_nothing
+    allreduce_coalesced = _do_nothing
     _reduce_scatter_base = allreduce = alltoall_base = broadcast = barrier = _do_nothing
     reduce = gather = scatter = send = recv = _do_nothing
 

@@ -104,6 +104,12 @@ def step() -> None:
 
 
 @_program
+def step_of_large_units() -> None:
+    """Issue each collective alone."""
+    train_net(shard_net(prefetch_nbytes=0))
+
+
+@_program
 def step_in_bf16() -> None:
     """Compute in bfloat16."""
     train_net(shard_net(mp_policy=MIXED))
@@ -181,7 +187,7 @@ def step_with_state_on_host() -> None:
 def failed_backward() -> None:
     """Go on after backwards that fail."""
     for options in ({}, {"mesh": _mesh()}, {"offload_policy": ON_HOST}):
-        model = shard_net(**options)
+        model = shard_net(prefetch_nbytes=0, **options)  # a reduction is in flight
         optimizer = make_optimizer(model)  # a failed backward may leave full parameters shown
         train_net(model, optimizer, num_steps=1)  # later backwards pack gradients in place
 

@@ -17,6 +17,7 @@ from tests.device.running import on_device
 
 MODULES = (
     "comm.devices",
+    "comm.launches",
     "flat_param.local_shard",
     "flat_param.storage",
     "flat_param.full_values",
@@ -37,6 +38,9 @@ _NO_STREAMS = "a device without side streams alone: those wait where they start"
 # What finds each wait's removal: by the beginning of `Site.of`, the longest one that fits.
 FOUND_BY = {
     "StreamPoint": "step",
+    "Streams.point_after": "step_of_large_units",
+    "_Call": "step",
+    "_Point": "step",
     "StreamCopies.copy_to_device": "writes_on_host",
     "StreamCopies.copy_to_host": "step_on_host",
     "StreamCopies.wait_on_device": "rounds_on_host",
@@ -51,8 +55,7 @@ FOUND_BY = {
     "FullValues.write_back": "writeback_at_once",
     "FlatReduction.start: self._read": "step_with_16_bit_sums",
     "FlatReduction.start: stream.wait_stream": "step",
-    "FlatReduction.start: StreamPoint(stream)": "step_with_replicas",
-    "FlatReduction.start: StreamPoint(stream) (2)": "step",
+    "FlatReduction._end_on_stream": "step_with_replicas",
     "FlatReduction.advance": "step_with_replicas",
     "FlatReduction._end": "step_without_shards",
     "FlatReduction.finish": "step",

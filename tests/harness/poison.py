@@ -7,7 +7,7 @@ ones. With COMPOSABLE_SHARD_POISON=1 the workers do all they do so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +16,18 @@ import torch
 from torch import Tensor
 
 from composable_shard.comm import Waitable
+from composable_shard.comm.launches import issuers
 from composable_shard.comm.watch import explained
 from composable_shard.flat_param import extended_gathers, full_values, gradients, handle, memory
 from composable_shard.flat_param.full_values import FullState, FullValues
+from composable_shard.flat_param.handle import FlatParamHandle
 from composable_shard.flat_param.storage import alloc_storage, free_storage
+from composable_shard.runtime import launched_gathers
+from composable_shard.runtime.unit import TreeContext
 
 SWITCH = "COMPOSABLE_SHARD_POISON"
 _gather = FullValues.gather
+_launch = launched_gathers._launch
 
 
 @contextmanager
@@ -30,6 +35,7 @@ def poisoned() -> Iterator[None]:
     """Fill memory that nobody may read with NaN inside the block; gathers block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FullValues, "gather", _gather_hidden)
+        patch.setattr(launched_gathers, "_launch", _launch_hidden)
         for module in (full_values, gradients, handle, extended_gathers):
             patch.setattr(module, "alloc_storage", _alloc)
             patch.setattr(module, "free_storage", _free)
@@ -60,6 +66,17 @@ def _free(tensor: Tensor, *, refuses_reads: bool = False) -> None:
 
 def _gather_hidden(full: FullValues, streams: Any, when: str) -> None:
     _gather(full, streams, when)
+    if full.shard.shard_group.group not in issuers:
+        _hide(full, streams)
+
+
+def _launch_hidden(context: TreeContext, handles: Sequence[FlatParamHandle], when: str) -> None:
+    _launch(context, handles, when)
+    for each in handles if len(handles) > 1 else ():
+        _hide(each.full, context.streams)
+
+
+def _hide(full: FullValues, streams: Any) -> None:
     if full.state is FullState.GATHERING and full._gather is not None:
         try:
             full._gather = _HiddenGather(full, full._gather)

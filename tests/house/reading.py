@@ -58,6 +58,7 @@ FEATURES = {
     "small group": r"(\w+_)?small_group|SmallGroup|keeps_part|PARTIAL",
     "second stage": r"(copy_to_)?replicate(_group)?s|(\w+_)?second_stage|is_deferred|\.partial|"
     r"(\w+_)?requires_all_reduce",
+    "launches": r"_?Launch\w*|MAX_LAUNCH_NBYTES|launch(es|ed)?|launched_\w+",
 }
 
 # The files that a newcomer reads, in this order, and the features that each still names: a file

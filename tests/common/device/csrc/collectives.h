@@ -91,6 +91,7 @@ class DeviceBackend final : public c10d::Backend {
   const std::string getBackendName() const override { return name_; }
   void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
   void setSequenceNumberForGroup() override {}
+  bool supportsCoalescing() const override { return true; }
   uint64_t getSequenceNumberForGroup() override { return sequence_number_; }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
