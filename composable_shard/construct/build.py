@@ -13,27 +13,21 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from composable_shard.comm import ShardGroup, compare_units
-from composable_shard.construct.grouping import group_params, lay_out
+from composable_shard.construct.buffers import prepare_buffers
+from composable_shard.construct.grouping import Group, group_params, lay_out
 from composable_shard.construct.originals import Borrowed, Original, Plan
 from composable_shard.construct.plan import buffers_to_sync
 from composable_shard.flat_param import (
-    FORMS,
     FlatParamHandle,
+    MemoryPlan,
     ModuleItems,
     ParamEntry,
-    Precision,
     Slot,
     dense_stride,
     give_back,
 )
 from composable_shard.options import UnitOptions
-from composable_shard.runtime import (
-    BufferBroadcast,
-    ShardState,
-    cast_buffers,
-    place_buffers,
-    watch_meta_buffers,
-)
+from composable_shard.runtime import ShardState
 from composable_shard.tensor import FlatShard, ParamLabel, ShardSpec
 
 Built = list[tuple[list[Original], FlatParamHandle]]
@@ -77,8 +71,8 @@ def build_handles(plan: Plan, shard_group: ShardGroup) -> Built:
     All memory of the unit is allocated here.
     """
     return [
-        (members, _build_handle(members, shard_group, precision, plan.options))
-        for precision, members in group_params(plan, shard_group.size)
+        (group[1], _build_handle(group, shard_group, plan.options))
+        for group in group_params(plan, shard_group.size)
     ]
 
 
@@ -90,7 +84,7 @@ def build_state(
     Args:
         undo: Gets functions for each parameter. Attributes of the modules are the caller's.
     """
-    options, form = plan.options, FORMS[plan.options.form]
+    form = plan.form
     for number, (_, handle) in enumerate(built):
         handle.shown.set_home(ModuleItems(plan.modules[0]), number)
         form.prepare(handle)
@@ -106,22 +100,14 @@ def build_state(
         item.entry.add_slots(item.slots)
         item.handle.shown.index_slots()
         item.handle.shown.show_again()
-    buffer_dtype = options.mp_policy.buffer_dtype
-    if buffer_dtype is not None:
-        cast_buffers(plan.unmanaged_modules, plan.kept_modules, buffer_dtype)
     for module in plan.unmanaged_modules:
-        watch_meta_buffers(module)
-        place_buffers(module, shard_group.device)
         _keep_rnn_parameters(module, shard_group.device)
-    buffers = None
-    if options.broadcast_buffers:
-        buffers = BufferBroadcast(plan.unmanaged_modules, shard_group)
     state = ShardState(
-        options,
+        plan.options,
         plan.modules,
         [handle for _, handle in built],
         list(dict.fromkeys(item.handle for item in plan.borrowed)),
-        buffers=buffers,
+        before_forward=prepare_buffers(plan, shard_group),
     )
     state.leave_out(plan.ignored)
     return state
@@ -143,12 +129,9 @@ def _keep_parameters() -> None:
     """Stand in for `flatten_parameters` of an RNN whose weights live in a flat parameter."""
 
 
-def _build_handle(
-    members: list[Original],
-    shard_group: ShardGroup,
-    precision: Precision,
-    options: UnitOptions,
-) -> FlatParamHandle:
+def _build_handle(group: Group, shard_group: ShardGroup, options: UnitOptions) -> FlatParamHandle:
+    precision, members = group
+    facts = options.strategy.facts
     dense = [original.dense for original in members]
     layout = lay_out(members, shard_group.size, precision)
     shapes: dict[Any, Any] = {}  # parameters of one shape share what says so
@@ -165,20 +148,19 @@ def _build_handle(
             tensor_parallel=original.tensor_parallel,
             plain_gradients=part.gradient_placements if (part := original.plain_part) else None,
             label=ParamLabel(original.fqn),
-            is_split=not options.strategy.facts.is_replicated,
+            is_split=not facts.is_replicated,
         )
         for index, (original, tensor) in enumerate(zip(members, dense, strict=True))
     ]
+    is_kept = facts.keeps_params(shard_group.size)
     handle = FlatParamHandle(
         dense,
-        shard_group,
+        MemoryPlan(shard_group, precision, options.offload_policy, is_kept),
         layout,
         specs,
         [original.granularity for original in members],
         requires_grad=members[0].param.requires_grad,
         strategy=options.strategy,
-        precision=precision,
-        offload=options.offload_policy,
     )
     # Where each rank holds everything, the first rank's values are taken.
     is_compared = options.check_initial_values and not options.sync_module_states

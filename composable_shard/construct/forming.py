@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import TypeVar
 
@@ -19,9 +19,8 @@ from composable_shard.construct.hooks import (
     register_state_dict_hooks,
 )
 from composable_shard.construct.originals import Plan
-from composable_shard.construct.plan import as_modules, plan_unit
+from composable_shard.construct.plan import as_modules, plan_unit, set_owners
 from composable_shard.construct.undo import remember, run_backwards
-from composable_shard.flat_param import balance_owners
 from composable_shard.options import (
     DEFAULT_STRATEGY,
     CheckOrder,
@@ -38,7 +37,6 @@ from composable_shard.options import (
 from composable_shard.runtime import (
     apply_policy,
     attach_state,
-    get_handles,
     join_owners,
     make_small_group,
     read_state,
@@ -195,7 +193,7 @@ def form_unit(
         shard_group = shard_group.with_reduce_group()
     # Tensors made inside inference mode, or kept from it, could not be trained or written.
     with ExitStack() as undo, torch.inference_mode(False):
-        _set_owners(plan, modules, shard_group, owners, undo)
+        set_owners(plan, modules, shard_group, owners, undo)
         _form(plan, shard_group, undo)
         undo.pop_all()  # nothing has failed
 
@@ -231,27 +229,6 @@ def find_shard_group(options: UnitOptions) -> ShardGroup:
     if options.mesh is None:
         return ShardGroup.of_all_ranks(is_replicated=is_replicated)
     return ShardGroup.from_mesh(options.mesh, is_replicated=is_replicated)
-
-
-def _set_owners(
-    plan: Plan,
-    modules: Sequence[nn.Module],
-    shard_group: ShardGroup,
-    owners: Mapping[nn.Parameter, int] | None,
-    undo: ExitStack,
-) -> None:
-    """Enter the owners of whole parameters into the plan."""
-    whole = [original for original in plan.originals if original.is_owned]
-    if owners is None:
-        inner = list(dict.fromkeys(each for root in modules for each in get_handles(root)))
-        if not whole and not any(handle.layout.owners for handle in inner):
-            return
-        sizes = [original.nbytes for original in whole]
-        found = balance_owners(inner, shard_group, sizes, undo=undo)
-    else:
-        found = [owners[original.param] for original in whole]
-    for original, owner in zip(whole, found, strict=True):
-        original.give_to(owner)
 
 
 fully_shard.state = read_state  # type: ignore[attr-defined]

@@ -37,7 +37,7 @@ def _cast_arguments(
     if dtype is None:
         # With main_dtype alone the unit computes in its earlier dtypes.
         dtypes = {
-            handle.precision.computes_in(handle.local_shard.dtype)
+            handle.memory.precision.computes_in(handle.local_shard.dtype)
             for handle in state.needed_handles
             if handle.full.is_cast
         }
@@ -97,7 +97,7 @@ class _ZeroGrad:
             return  # of a shallow copy
         type(module).zero_grad(module, set_to_none)
         for handle in get_handles(module):
-            if not handle.shown.is_unsharded or handle.shown.scope is not None:
+            if not handle.shown.is_unsharded or handle.shown.state.is_fixed:
                 continue
             for each in handle.shown.at_rest:
                 if set_to_none:

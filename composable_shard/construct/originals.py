@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor, Placement
 
 from composable_shard.construct.split_by_hand import PlainPart
 from composable_shard.flat_param import (
+    FORMS,
+    AskedForm,
     Extension,
     FlatParamHandle,
     ModuleItems,
@@ -118,6 +120,11 @@ class Plan:
     reshard_after_forward: ReshardAfterForward = None  # for the ranks that share the unit
     kept_modules: list[nn.Module] = field(default_factory=list)  # compute in the main dtype
     ignored: list[Slot] = field(default_factory=list)  # places of `ignored_params`
+
+    @property
+    def form(self) -> AskedForm:
+        """What users hold at rest."""
+        return FORMS[self.options.form]
 
 
 def values_of(param: nn.Parameter) -> Tensor:

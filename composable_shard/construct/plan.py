@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
 from torch import Tensor, nn
 
@@ -16,10 +17,10 @@ from composable_shard.construct.checks import (
 from composable_shard.construct.originals import Borrowed, Original, Plan
 from composable_shard.construct.split_by_hand import plain_part_of
 from composable_shard.flat_param import (
-    FORMS,
     FlatParamHandle,
     ModuleItems,
     Slot,
+    balance_owners,
     find_kept_items,
     find_slots,
     handle_of,
@@ -32,6 +33,7 @@ from composable_shard.options import (
 )
 from composable_shard.runtime import (
     check_can_broadcast,
+    get_handles,
     iter_unmanaged_modules,
     managed_params,
 )
@@ -74,7 +76,7 @@ def plan_unit(
             _give_rows(each)
     if shard_group is not None and options.offload_policy.is_active:
         shard_group.check_host_collectives()
-    FORMS[options.form].check(
+    plan.form.check(
         modules[0],
         [(each.fqn, each.param) for each in plan.originals],
         [each.fqn for each in plan.originals if each.tensor_parallel],
@@ -143,6 +145,31 @@ def _find_kept(plan: Plan) -> None:
         for param, slot in find_kept_items(module):
             if id(param) in originals:
                 originals[id(param)].further_slots += (slot,)
+
+
+def set_owners(
+    plan: Plan,
+    modules: Sequence[nn.Module],
+    shard_group: ShardGroup,
+    owners: Mapping[nn.Parameter, int] | None,
+    undo: ExitStack,
+) -> None:
+    """Enter the owners of whole parameters into the plan, before anything is built.
+
+    Without `owners` they are balanced together with those in all units inside, which may move:
+    `undo` gets what moves them back.
+    """
+    whole = [original for original in plan.originals if original.is_owned]
+    if owners is None:
+        inner = list(dict.fromkeys(each for root in modules for each in get_handles(root)))
+        if not whole and not any(handle.layout.owners for handle in inner):
+            return
+        sizes = [original.nbytes for original in whole]
+        found = balance_owners(inner, shard_group, sizes, undo=undo)
+    else:
+        found = [owners[original.param] for original in whole]
+    for original, owner in zip(whole, found, strict=True):
+        original.give_to(owner)
 
 
 def as_modules(module: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:

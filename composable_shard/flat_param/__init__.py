@@ -17,6 +17,7 @@ from composable_shard.flat_param.flat_form import (
     show_flat,
     show_originals,
 )
+from composable_shard.flat_param.form import AskedForm
 from composable_shard.flat_param.full_values import HAVE_VALUES, FullState
 from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.gradients import drop_unpacked
@@ -29,7 +30,7 @@ from composable_shard.flat_param.gradients_at_rest import (
 )
 from composable_shard.flat_param.handle import FlatParamHandle, handle_of
 from composable_shard.flat_param.kept_params import Kept, follow_writes
-from composable_shard.flat_param.memory import plan_layout
+from composable_shard.flat_param.memory import MemoryPlan, plan_layout
 from composable_shard.flat_param.owners import balance_owners
 from composable_shard.flat_param.param_classes import UnshardedParameter
 from composable_shard.flat_param.pending_gradients import (
@@ -56,11 +57,10 @@ from composable_shard.flat_param.round import Round
 from composable_shard.flat_param.scope_params import ScopeParams, is_shown_by_scope
 from composable_shard.flat_param.scopes import (
     check_scope,
-    check_scope_flags,
     enter_scope,
     keep_scope_flags,
     leave_scope,
-    show_scope_params,
+    shows_scope_originals,
 )
 from composable_shard.flat_param.shown import Shown
 from composable_shard.flat_param.slots import (

@@ -22,8 +22,8 @@ from composable_shard.flat_param.hidden import HiddenShard, hide, set_requires_g
 from composable_shard.flat_param.kept_params import ALL
 from composable_shard.flat_param.param_classes import UnshardedParameter
 from composable_shard.flat_param.pending_gradients import drop_waiting, unmarked
-from composable_shard.flat_param.scopes import expect_in_scope, show_scope_params
-from composable_shard.flat_param.shown import UNSHARDED, Scope, Shown
+from composable_shard.flat_param.scopes import Scope
+from composable_shard.flat_param.shown import UNSHARDED, Shown
 from composable_shard.flat_param.slots import AddedSlot
 from composable_shard.flat_param.user_hooks import adopt_hooks
 from composable_shard.layout import FlatLayout
@@ -42,8 +42,7 @@ from composable_shard.torch_private import (
 )
 
 FLAT_PARAM_NAME = "_flat_param"
-UNSHARDED_FLAT = Shown("the full values as one parameter", is_full=True)
-SCOPE_FLAT = Shown("one parameter instead of those of a scope")
+UNSHARDED_FLAT = Shown("the full values as one parameter", UNSHARDED)
 
 
 @dataclass
@@ -195,14 +194,11 @@ class OriginalsAgain(OriginalForm):
         self.unhide()
         hide(self.flat.sharded, _HiddenFlat)
 
-    def shown_at(self, position: int, scope: Scope | None, *, is_full: bool = False) -> Any:
+    def shown_at(self, position: int, *, is_full: bool = False) -> Any:
         """Return what modules show in place of a full parameter, or of `ALL`."""
         if position != ALL:
-            return super().shown_at(position, scope, is_full=is_full)
-        if is_full:
-            return self.flat.unsharded
-        at_rest, full = self.flat.sharded, None if scope is None else scope.full
-        return at_rest if full is None else full.flat_param(at_rest)
+            return super().shown_at(position, is_full=is_full)
+        return self.flat.unsharded if is_full else self.flat.sharded
 
     def gradient_at(self, position: int, used: Sequence[bool]) -> tuple[ParamEntry, Tensor | None]:
         """Return the record of a full parameter, or of `ALL`, and its gradient at rest."""
@@ -426,7 +422,7 @@ def check_can_show_flat(handle: FlatParamHandle) -> None:
             f"the module of unit '{handle.name}' has an attribute "
             f"'{slot.name}', the name of its flat parameter. Rename it."
         )
-    if handle.precision.extension is not None and handle.shown.is_unsharded:
+    if handle.memory.precision.extension is not None and handle.shown.is_unsharded:
         raise RuntimeError(
             f"unit '{handle.name}' shows the full values of a parameter of a class of its own "
             "(fsdp_pre_all_gather), which no flat parameter can stand for. Call reshard(module) "
@@ -455,10 +451,10 @@ def show_flat(handle: FlatParamHandle) -> None:
     """
     shown, form = handle.shown, _with_flat(handle)
     flat, slot = form.flat, form.slot
-    if shown.scope is not None:
-        one = form.shown_at(ALL, shown.scope)
+    if isinstance(shown.state, Scope):
+        one = shown.state.stand_in(form, ALL)
         form.show_one(one)
-        expect_in_scope(shown, SCOPE_FLAT, [(slot.reserve(), slot.name, one)])
+        shown.state.expect(shown, [(slot.reserve(), slot.name, one)])
         return
     if not isinstance(form, FlatForm):
         slot.keep_reachable(flat.sharded)
@@ -476,15 +472,15 @@ def show_flat(handle: FlatParamHandle) -> None:
             full = params.views[0].as_strided((handle.layout.end,), (1,), 0)
             noted = flat.label, params.aliases, ALL
             flat.unsharded = UnshardedParameter(full, handle.requires_grad, noted)
-        shown.state = UNSHARDED_FLAT
+        shown.move(UNSHARDED_FLAT)
     shown.show_again()
 
 
 def show_originals(handle: FlatParamHandle) -> None:
     """Show the original parameters instead of the flat one; gradients move. No communication."""
     shown, form = handle.shown, handle.shown.form
-    if shown.scope is not None:
-        show_scope_params(shown)
+    if isinstance(shown.state, Scope):
+        shown.state.show(shown)
         return
     if not isinstance(form, FlatForm):
         return  # before the first forward there is no list of places to show them by
@@ -499,7 +495,7 @@ def show_originals(handle: FlatParamHandle) -> None:
     shown.index_slots()
     flat.unsharded = None
     if shown.is_unsharded:
-        shown.state = UNSHARDED
+        shown.move(UNSHARDED)
     shown.show_again()
 
 

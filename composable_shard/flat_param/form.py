@@ -98,13 +98,8 @@ class OriginalForm:
 
     # What stands for a full parameter that a program has kept, [Note: Kept objects]
 
-    def shown_at(self, position: int, scope: Any, *, is_full: bool = False) -> Any:
-        """Return what modules show in place of a full parameter.
-
-        A scope's, or with `is_full` the parameter that has full values now, or that at rest.
-        """
-        if scope is not None:
-            return scope.params[position]
+    def shown_at(self, position: int, *, is_full: bool = False) -> Any:
+        """Return what modules show in place of a full parameter at rest, or with full values."""
         entry = self.entries[position]
         return entry.unsharded if is_full else entry.sharded
 

@@ -57,7 +57,7 @@ class FlatGradients:
 
     A second round in the same backward (a gradient that arrives late) adds to `reduced` too. With a
     strategy that keeps gradients the buffer stays, [Note: Persistent gradients]. Gradients that a
-    backward does not reduce are packed too: the round stays open until one does. At rest all
+    backward does not reduce are packed too: the round goes on until one does. At rest all
     waiting gradients are packed or in `reduction.partial`, [Note: Pending gradients].
 
     Attributes:
@@ -67,7 +67,7 @@ class FlatGradients:
         reduced: Shape `(own_numel,)`, this rank's elements, or None before the first `finish`.
         reduction: Reduces the buffer.
         is_persistent: The buffer stays, see [Note: Persistent gradients].
-        is_direct: Gradients go into the open round as they arrive, see `set_direct`.
+        is_direct: Gradients go into the round as they arrive, see `set_direct`.
         is_unsynced: A later backward must reduce this on every rank, even where a rank has dropped
             the gradients since.
         has_graph: Gradients came with a graph (create_graph), which is not kept.
@@ -234,7 +234,7 @@ class FlatGradients:
                 "use_reentrant=False, or call fully_shard on the module that holds it."
             )
         if self.views is None:
-            self._open(
+            self._choose_place(
                 in_place=may_overwrite
                 and packing.may_share
                 and not full.is_kept
@@ -255,7 +255,7 @@ class FlatGradients:
         self.is_direct = flag and self.views is not None and is_plain
 
     def pack_further(self, index: int, gradient: Tensor | None) -> bool:
-        """Pack a gradient into the open round, or return False where `pack` must be called."""
+        """Pack a gradient into the round, or return False where `pack` must be called."""
         views, packing = self.views, self.packing
         if gradient is None or views is None or packing is None or self.arrived[index]:
             return False
@@ -299,7 +299,7 @@ class FlatGradients:
             if self.host is not None:
                 self.host.reuse_sources()
 
-    def _open(self, *, in_place: bool) -> None:
+    def _choose_place(self, *, in_place: bool) -> None:
         if self.is_persistent and self.reduced is not None:
             # An earlier round of this backward left its result in the buffer.
             self.reduced = self.reduced.clone()
@@ -316,7 +316,7 @@ class FlatGradients:
         """Move gradients packed in place to the own buffer: the values are needed again."""
         packing = self.packing
         if packing is not None and self.views is packing.places:
-            self._open(in_place=False)
+            self._choose_place(in_place=False)
             copy_arrived(self._own.views, packing.places, self.arrived, 1.0)
 
     def issue(
@@ -341,7 +341,7 @@ class FlatGradients:
         self.is_unsynced = False
         if self.views is None:
             self._begin_round()
-            self._open(in_place=False)
+            self._choose_place(in_place=False)
         if not keep_unsharded and full.state is GATHERING:
             full.wait()  # the backend still writes into memory that may become scratch
         if not all(self.arrived):
@@ -365,7 +365,7 @@ class FlatGradients:
             prescale=packing.scale,
             is_deferred=is_deferred,
         )
-        self.close()
+        self.end_round()
 
     def _widen(self, full: FullValues) -> None:
         """Cast gradients packed in place into the own buffer, and free the values' memory."""
@@ -483,11 +483,11 @@ class FlatGradients:
     def _forget(self) -> None:
         self.reduction.drop()
         self.reduced = None
-        self.close()
+        self.end_round()
         self.was_used = [False] * len(self.was_used)
         self.free_buffers()
 
-    def close(self) -> None:
+    def end_round(self) -> None:
         """Take no more gradients into the round; the next one begins another."""
         self.was_used = self.arrived if all(self.arrived) else self.used
         self.arrived = [False] * len(self.arrived)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from composable_shard.comm import ShardGroup, Streams, enter_setting
+from composable_shard.comm import Streams, enter_setting
 from composable_shard.flat_param.entries import ParamEntry, zero_gaps
 from composable_shard.flat_param.form import OriginalForm
 from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, HOLDS_TERMS, STALE, FullValues
@@ -21,13 +21,12 @@ from composable_shard.flat_param.gradients import FlatGradients, in_layout
 from composable_shard.flat_param.initial_values import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.param_classes import copy_unsharded
-from composable_shard.flat_param.precision import Precision
 from composable_shard.flat_param.readers import HIDDEN_ALIAS
 from composable_shard.flat_param.shown import SHARDED, ShownParams, let_stand
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.user_hooks import adopt_hooks
 from composable_shard.layout import FlatLayout
-from composable_shard.options import Granularity, OffloadPolicy, ShardingStrategy, UnitSettings
+from composable_shard.options import Granularity, ShardingStrategy, UnitSettings
 from composable_shard.tensor import (
     FlatShard,
     FlatShardOfDTensor,
@@ -66,8 +65,6 @@ class FlatParamHandle:
         shard_group: The ranks that share the flat parameter, and the ranks that hold copies.
         strategy: What each rank keeps.
         settings: The unit's, which the setters have changed.
-        precision: The dtypes that differ from the local shard's.
-        offload: What lives on the host.
         entries: The managed parameters, in order.
         requires_grad: Whether any of the parameters is trainable.
         initial: Checksums of the values that `fully_shard` found, until the ranks are compared.
@@ -77,29 +74,26 @@ class FlatParamHandle:
         drop_gradient: Called for each gradient that the user drops, see `attach`.
         is_sharded: False if each rank holds everything: then nothing is gathered.
         is_kept: The unsharded buffer is never freed, see [Note: Kept buffers].
-        memory: Allocates the shard and the full values.
+        memory: The dtypes and devices of the shard and the full values; allocates both.
     """
 
     def __init__(  # noqa: PLR0913 -- all that defines a handle, each by name
         self,
         params: Sequence[Tensor],
-        shard_group: ShardGroup,
+        memory: MemoryPlan,
         layout: FlatLayout,
         specs: Sequence[ShardSpec],
         granularities: Sequence[Granularity],
         requires_grad: bool,
         strategy: ShardingStrategy,
-        precision: Precision | None = None,
-        offload: OffloadPolicy | None = None,
     ) -> None:
         """Allocate the shard and copy this rank's part of `params` into it; changes no module.
 
         The tensors are dense (local ones of DTensors), on one device, and of one dtype unless the
         precision has a main dtype.
         """
-        self.offload = offload or OffloadPolicy()
-        self.precision = precision or Precision()
-        self.shard_group = shard_group
+        self.memory = memory
+        self.shard_group = shard_group = memory.shard_group
         self.strategy = strategy
         self.settings = UnitSettings()
         self.requires_grad = requires_grad
@@ -112,7 +106,7 @@ class FlatParamHandle:
         device = params[0].device
         if device.type != "meta":
             device = shard_group.device
-        main_dtype = self.precision.main_dtype or params[0].dtype
+        main_dtype = memory.precision.main_dtype or params[0].dtype
         self.shard, self.full = self.memory.allocate(layout, self.guard, main_dtype, device)
         self.full.label = self.grads.reduction.label = self.label
         for param, spec in zip(params, specs, strict=True):
@@ -127,8 +121,7 @@ class FlatParamHandle:
         """Set the initial state of a new handle, or of a copy."""
         group, facts = self.shard_group, self.strategy.facts
         self.is_sharded = group.size > 1
-        self.is_kept = facts.keeps_params(group.size)
-        self.memory = MemoryPlan(group, self.precision, self.offload, self.is_kept)
+        self.is_kept = self.memory.is_kept
         self.guard = WriteGuard(weakref.ref(self))
         self.shown = ShownParams(self.entries, form, self.guard)
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
@@ -191,7 +184,7 @@ class FlatParamHandle:
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep what defines the flat parameter; the copy makes buffers and hooks of its own."""
-        if self.shown.scope is not None:
+        if self.shown.state.is_fixed:
             raise RuntimeError(
                 f"unit '{self.name}' can't be copied or pickled inside unshard_params, for the "
                 "copy's parameters would belong to no unit. Copy it outside the scope, or its "
@@ -209,8 +202,7 @@ class FlatParamHandle:
             "shard_group": self.shard_group,
             "strategy": self.strategy,
             "settings": self.settings.of_copy(),
-            "precision": self.precision,
-            "offload": self.offload,
+            "memory": self.memory,
             "requires_grad": self.requires_grad,
             "has_fixed_owners": self.has_fixed_owners,
             "entries": [(entry.sharded, entry.slots) for entry in self.entries],
@@ -289,7 +281,7 @@ class FlatParamHandle:
         before = self.grads
         layout = _gradient_layout(self)
         self.grads = before if layout == before.layout else in_layout(layout, before)
-        dtype = self.precision.reduces_in(self.shard.values.dtype)
+        dtype = self.memory.precision.reduces_in(self.shard.values.dtype)
         self.grads.bind(self.full, dtype, is_pinned=self.memory.is_pinned, before=before)
 
     def adopt_changes(self) -> None:
@@ -394,7 +386,7 @@ class FlatParamHandle:
     def needs_gather(self) -> bool:
         """Whether `unshard` issues a gather."""
         full = self.full
-        return full.is_sharded and not full.is_current and self.shown.scope is None
+        return full.is_sharded and not full.is_current and not self.shown.state.is_fixed
 
     def unshard(self, streams: Streams | None = None, when: str = "unshard") -> None:
         """Start gathering the full values; no-op while they are there and no shard was written.
@@ -410,7 +402,7 @@ class FlatParamHandle:
         full = self.full
         if full.writes == self.guard.num_writes and full.state is not STALE:
             return  # `full.is_current`, inlined for most calls
-        if full.is_whole or self.shown.scope is not None:
+        if full.is_whole or self.shown.state.is_fixed:
             return
         if full.state is HOLDS_GRADIENTS or full.state is HOLDS_TERMS:
             # Another use in this backward needs the values while their storage serves a reduction.
@@ -477,7 +469,7 @@ class FlatParamHandle:
         """
         if self.shard.values.is_meta:
             names = [str(entry.label) for entry in self.entries]
-            device = "'cpu'" if self.offload.is_active else "..."
+            device = "'cpu'" if self.memory.offload.is_active else "..."
             raise RuntimeError(
                 f"parameters {names} are on the meta device. Call model.to_empty(device={device}) "
                 "and initialise them (reset_parameters()) or load them before the first forward."

@@ -69,9 +69,7 @@ def shown_for(kept: Any) -> Any:
             f"the full parameter '{kept.shard_label}' was kept and is used after its model was "
             "deleted. Clone in the forward what you want to keep."
         )
-    shown = handle.shown
-    is_full = shown.scope is None and shown.shows_full()
-    return shown.form.shown_at(position, shown.scope, is_full=is_full)
+    return handle.shown.state.stand_in(handle.shown.form, position)
 
 
 def values_for(kept: Any) -> Any:
@@ -85,7 +83,7 @@ def values_for(kept: Any) -> Any:
         if handle.shown.notes.torch_function is not disabled_torch_function:
             _gather_again(handle)
         return shown_for(kept)  # new data of another dtype has new objects
-    is_own = handle.shown.scope is None and handle.full.is_readable()
+    is_own = not handle.shown.state.is_fixed and handle.full.is_readable()
     # `p.data = x` at rest: the next forward takes the new values over.
     is_own = is_own and all(each.sharded._local is each.shard_view for each in handle.shown.at_rest)
     return kept if is_own else shown

@@ -68,7 +68,7 @@ def drop_waiting(handle: FlatParamHandle, indices: Iterable[int]) -> None:
             start, end = grads.layout.local_range(index, handle.shard_group.rank)
             partial[start:end].zero_()
     if grads.views is not None and True not in grads.arrived:
-        grads.close()
+        grads.end_round()
         grads.free_buffers()
 
 

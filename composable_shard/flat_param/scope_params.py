@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.flat_param.entries import ParamEntry
+from composable_shard.flat_param.kept_params import ALL
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
     DTensorSlots,
@@ -69,7 +70,11 @@ class ScopeParams:
                 grad = HiddenGradient(entry.sharded, None, param.dtype, param.device)
                 self._grads[index] = param.grad = grad
 
-    def flat_param(self, at_rest: FlatShard) -> nn.Parameter:
+    def shown_at(self, position: int, at_rest: FlatShard) -> nn.Parameter:
+        """Return what is shown in place of a full parameter, or of `ALL`."""
+        return self._flat_param(at_rest) if position == ALL else self.params[position]
+
+    def _flat_param(self, at_rest: FlatShard) -> nn.Parameter:
         """Return the flat parameter of the full values; the padding at the end is left out."""
         if self._flat is None:
             end = self._layout.end

@@ -8,8 +8,6 @@ parameters of that scope.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -18,41 +16,53 @@ from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.form import OriginalForm, Place
 from composable_shard.flat_param.kept_params import follow_writes, run_on_shown
 from composable_shard.flat_param.param_classes import Aliases
-from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.slots import ModuleItems
 from composable_shard.tensor import WriteGuard
 from composable_shard.torch_private import disabled_torch_function
 
 
-@dataclass(frozen=True, eq=False)
 class Shown:
-    """Which parameters the modules show; a form may have states of its own."""
+    """Which parameters the modules show; a form and `unshard_params` have states of their own.
 
-    what: str
-    is_full: bool = False  # the full values
+    Attributes:
+        kind: The state of `SHOWN_MOVES` whose moves it has.
+        is_fixed: Only who shows this may show something else: no step, and no call.
+        before: What is shown again after a fixed one.
+    """
 
     SHARDED: ClassVar[Shown]
-    UNSHARDED: ClassVar[Shown]
-    SCOPE: ClassVar[Shown]
-    CHANGING: ClassVar[Shown]
+    is_fixed = False
+    before: Shown | None = None
+
+    def __init__(self, what: str, kind: Shown | None = None) -> None:
+        self.what = what
+        self.kind = kind or self
+
+    def __repr__(self) -> str:
+        return f"<Shown: {self.what}>"
+
+    def stand_in(self, form: OriginalForm, position: int) -> Any:
+        """Return what modules show in place of a full parameter."""
+        return form.shown_at(position, is_full=self.kind is UNSHARDED)
+
+    def let_compute(self, shown: ShownParams, unit: str, *, is_trained: bool) -> None:
+        """Prepare a forward of a unit, or raise if it can't compute with what is shown."""
+
+    def refuse_backward(self, unit: str) -> None:
+        """Raise if no backward may reach a unit."""
 
 
 SHARDED = Shown.SHARDED = Shown("what they show at rest")
-UNSHARDED = Shown.UNSHARDED = Shown("the full values of the originals", is_full=True)
-SCOPE = Shown.SCOPE = Shown("the originals that `unshard_params` made, or left sharded")
-CHANGING = Shown.CHANGING = Shown(
-    "some of each, which an interrupt may leave; `show_sharded` puts it right"
-)
+UNSHARDED = Shown("the full values")
+SCOPE = Shown("the parameters of an `unshard_params` scope")
+CHANGING = Shown("some of each, which an interrupt may leave; `show_sharded` puts it right")
 
-
-@dataclass
-class Scope:
-    """The parameters that an open `unshard_params` scope shows."""
-
-    params: Sequence[Tensor]  # in place of the originals
-    full: ScopeParams | None  # what made them; None on a rank without full values
-    before: Shown  # what was shown before the scope
-    slots: list[tuple[Any, Any, Tensor | None]]  # container, key, what is shown there
+SHOWN_MOVES: dict[Shown, frozenset[Shown]] = {
+    SHARDED: frozenset({CHANGING, SCOPE}),
+    UNSHARDED: frozenset({CHANGING, SCOPE}),
+    CHANGING: frozenset({SHARDED, UNSHARDED, SCOPE}),
+    SCOPE: frozenset({SHARDED, UNSHARDED, CHANGING}),  # back to what was shown before
+}
 
 
 _WRITE = (
@@ -74,9 +84,8 @@ class ShownParams:
         guard: Write guard of the local shard.
 
     Attributes:
-        state: Which parameters the modules show now.
+        state: Which parameters the modules show now; it moves as `SHOWN_MOVES` says.
         at_rest: The parameters that users and optimizers hold.
-        scope: The open `unshard_params` scope, if any.
         home: The unit's first module.
         number: The number of the flat parameter in its unit.
         notes: Notes that the full parameters share, [Note: Kept objects].
@@ -92,7 +101,6 @@ class ShownParams:
         self.guard = guard
         guard.let_ask_shown(weakref.WeakMethod(self.shows_full))
         self.state = SHARDED
-        self.scope: Scope | None = None
         self.notes = Aliases()
         self.agreed_flags: list[bool] | None = None
         self.has_early_hooks = False
@@ -126,23 +134,40 @@ class ShownParams:
         """Refresh the flat list that registration walks; call after `entries[i].slots` changed."""
         self._places = self.form.places()
 
+    def move(self, state: Shown) -> None:
+        """Change the state by one of `SHOWN_MOVES`."""
+        now = self.state.kind
+        if state.kind is not now and state.kind not in SHOWN_MOVES[now]:
+            raise RuntimeError(
+                f"modules that show {self.state.what} can't show {state.what} next; please report "
+                "this"
+            )
+        self.state = state
+
     @property
     def is_unsharded(self) -> bool:
         """Whether the unsharded parameters are registered, perhaps beneath a scope."""
-        state = self.state if self.scope is None else self.scope.before
-        return state.is_full or state is CHANGING
+        kind = (self.state.before or self.state).kind
+        return kind is UNSHARDED or kind is CHANGING
+
+    @property
+    def scope(self) -> Shown | None:
+        """The open `unshard_params` scope, if any."""
+        return self.state if self.state.is_fixed else None
 
     def shows_full(self) -> bool:
         """Return whether modules show the full parameters of the handle, outside of scopes."""
-        return self.state.is_full
+        return self.state.kind is UNSHARDED
 
     def show_unsharded(self) -> None:
         """Make the modules show the unsharded parameters, which have current values."""
-        if self.state is UNSHARDED or self.scope is not None:
-            if self.scope is None and self.notes.torch_function is not disabled_torch_function:
+        if self.state is UNSHARDED:
+            if self.notes.torch_function is not disabled_torch_function:
                 follow_writes(self)  # `unshard` shows them, and shards were written
             return
-        self.state = CHANGING
+        if self.state.is_fixed:
+            return
+        self.state = CHANGING  # `move` inlined here and below, for each step
         for container, key, _, unsharded in self._places:
             container[key] = unsharded
         self.notes.torch_function = disabled_torch_function
@@ -150,7 +175,7 @@ class ShownParams:
 
     def show_sharded(self) -> None:
         """Make the modules show the parameters at rest, which users and optimizers hold."""
-        if self.state is SHARDED or self.scope is not None:
+        if self.state is SHARDED or self.state.is_fixed:
             return
         self.state = CHANGING
         # The last place first: what has the gradients goes last and comes first, so an interrupt
@@ -161,14 +186,14 @@ class ShownParams:
         self.state = SHARDED
 
     def show_again(self) -> None:
-        """Make the modules show the parameters of `state`, after others were shown."""
-        self.form.show_again(self._places, is_unsharded=self.state is UNSHARDED)
+        """Make the modules show the parameters of `state`, or those before it, after others."""
+        is_unsharded = (self.state.before or self.state) is UNSHARDED
+        self.form.show_again(self._places, is_unsharded=is_unsharded)
 
     def check_registered(self) -> None:
         """Check that the modules still show our parameters."""
-        # Only where the modules show what `_places` says. Scopes and what forms show of their own
-        # stand in other places; after an interrupt, CHANGING is some of each, and no user is to
-        # blame for that.
+        # Only where the modules show what `_places` says. What has a state of its own stands in
+        # other places; after an interrupt, CHANGING is some of each, and no user is to blame.
         is_unsharded = self.state is UNSHARDED
         if not is_unsharded and self.state is not SHARDED:
             return

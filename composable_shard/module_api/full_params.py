@@ -120,7 +120,7 @@ def writeback(module: nn.Module, *, recurse: bool = False, with_grads: bool = Fa
 
 
 def _check_can_write_back(state: ShardState, with_grads: bool) -> None:
-    if state.is_in_scope:
+    if any(handle.shown.scope for handle in state.needed_handles):
         raise RuntimeError(
             f"unit '{state.name}' is shown by unshard_params, which writes edits back itself when "
             "its block ends. Pass writeback=True to it."

@@ -15,7 +15,6 @@ from composable_shard.flat_param import (
     FlatParamHandle,
     ScopeParams,
     check_scope,
-    check_scope_flags,
     drop_gradient,
     enter_scope,
     gradient_shard,
@@ -65,7 +64,7 @@ class FullParamsScope:
         for context in self.contexts:
             check_is_idle(context, "unshard_params can't be opened")
         for state in self.states:
-            if state.is_in_scope:
+            if any(handle.shown.scope for handle in state.needed_handles):
                 raise RuntimeError(
                     f"unit '{state.name}' is shown by an unshard_params scope already. Read "
                     "and edit its parameters in that scope, or close it first."
@@ -197,8 +196,7 @@ class FullParamsScope:
     def _find_problem(self) -> Exception | None:
         try:
             for handle in self.handles:
-                check_scope(handle.shown)
-                check_scope_flags(handle.shown, handle.name)
+                check_scope(handle.shown, handle.name)
             for full in self.full.values() if self.options.writeback else ():
                 full.collect()
         except Exception as problem:  # of any kind: the other ranks wait for this rank's flags

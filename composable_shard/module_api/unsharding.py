@@ -77,7 +77,7 @@ def reshard(module: nn.Module, *, recurse: bool = False) -> None:
 
 def _check_not_in_scope(states: list[ShardState]) -> None:
     for state in states:
-        if state.is_in_scope:
+        if any(handle.shown.scope for handle in state.needed_handles):
             raise RuntimeError(
                 f"unit '{state.name}' shows its full parameters inside unshard_params already. "
                 "Call unshard(module), its wait() and reshard(module) outside the scope."

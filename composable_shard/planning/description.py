@@ -260,7 +260,7 @@ def _cost(
         RankCounts.of(group),
         state.options,
         handle.local_shard.dtype,
-        handle.precision,
+        handle.memory.precision,
         handle.requires_grad,
         frees,
         group.rank if rank is None else rank,
@@ -281,7 +281,7 @@ def _describe_kept(frees: bool | int) -> str:
 def _dtypes(handles: Iterable[FlatParamHandle]) -> tuple[torch.dtype, ...]:
     found: dict[torch.dtype, None] = {}
     for handle in handles:
-        main, precision = handle.local_shard.dtype, handle.precision
+        main, precision = handle.local_shard.dtype, handle.memory.precision
         each = (main, precision.computes_in(main), precision.reduces_in(main))
         found.update(dict.fromkeys(each))
     return tuple(found)

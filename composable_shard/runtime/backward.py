@@ -14,7 +14,8 @@ from composable_shard.flat_param import LATE_GRAPH, NESTED, FlatParamHandle
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
 from composable_shard.runtime.gathers import gather_region
 from composable_shard.runtime.open_graphs import UnitCall, alive
-from composable_shard.runtime.reduction_queue import DELIVERED, NO_CALL, NOT_OPEN, Item
+from composable_shard.runtime.reduction_queue import NO_CALL, NOT_IN_USE, Item
+from composable_shard.runtime.stage import DELIVERED
 from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.unit import ShardState
 from composable_shard.torch_private import current_backward_id
@@ -55,8 +56,9 @@ class CallReached:
     @property
     def is_announceable(self) -> bool:
         """Whether an inner call may announce this one; else only its own outputs do, or raise."""
-        is_over = self.call.end != -1 and not self.state.is_in_scope
-        return is_over and sum(map(_num_writes, self.state.needed_handles)) == self._num_writes
+        needed = self.state.needed_handles
+        is_over = self.call.end != -1 and not any([h.shown.state.is_fixed for h in needed])
+        return is_over and sum(map(_num_writes, needed)) == self._num_writes
 
     def __call__(self, *_: Any) -> None:
         """End the units that are over; make the unit of the call ready.
@@ -68,7 +70,7 @@ class CallReached:
         context = state.context
         if context is None:
             raise RuntimeError(f"unit '{state.name}' was never prepared; please report this")
-        _check_not_in_scope(state)
+        _check_may_reach(state)
         backward: BackwardPass = context.backward or begin_backward(context)
         self.backward_id = backward.graph_task_id
         if outer is not None and outer.backward_id != self.backward_id and outer.is_announceable:
@@ -154,7 +156,7 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
         return
     backward: BackwardPass | None = state.context.backward
     item = None if backward is None else backward.queue.items.get(handle)
-    if backward is None or item is None or item.ends_with == NOT_OPEN:
+    if backward is None or item is None or item.ends_with == NOT_IN_USE:
         backward, item = _enter(state, handle, index)
     backward.queue.accumulates = True
     is_counted = state.has_buckets or item.ends_with == NO_CALL or handle.shown.has_early_hooks
@@ -164,19 +166,19 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
 
 
 def _enter(state: ShardState, handle: FlatParamHandle, index: int) -> tuple[BackwardPass, Item]:
-    """Return the backward and its open item; a gradient may be the first sign of either."""
+    """Return the backward and its item in use; a gradient may be the first sign of either."""
     assert state.context is not None
-    _check_not_in_scope(state)
+    _check_may_reach(state)
     backward = begin_backward(state.context)
     item = backward.queue.items[handle]
-    if item.ends_with == NOT_OPEN:
+    if item.ends_with == NOT_IN_USE:
         if item.stage is DELIVERED:
             raise RuntimeError(
                 f"a gradient of parameter '{handle.entries[index].label}' came after the hooks on "
                 "its unit (register_post_accumulate_grad_hook) had run. Pass use_reentrant=False "
                 "to torch.utils.checkpoint, and run no backward inside a backward."
             )
-        backward.open_unit(state, NO_CALL)
+        backward.schedule_end(state, NO_CALL)
     return backward, item
 
 
@@ -210,11 +212,8 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
         handle.grads.set_direct(True)
 
 
-def _check_not_in_scope(state: ShardState) -> None:
-    """Raise if a backward reached the unit inside `unshard_params`."""
+def _check_may_reach(state: ShardState) -> None:
+    """Raise if the modules show what no backward may reach."""
     for handle in state.needed_handles:
-        if handle.shown.scope is not None:
-            raise RuntimeError(
-                f"a backward reached unit '{state.name}' inside unshard_params. Call backward() "
-                "before the scope opens or after it has closed."
-            )
+        if handle.shown.state.is_fixed:
+            handle.shown.state.refuse_backward(state.name)

@@ -28,15 +28,13 @@ from composable_shard.runtime.gathers import release_after_backward, return_to_i
 from composable_shard.runtime.lockstep import step_facts
 from composable_shard.runtime.open_graphs import Region, alive
 from composable_shard.runtime.reduction_queue import (
-    EARLY,
     LATE,
     NO_CALL,
-    NOT_OPEN,
-    OPEN,
-    READY,
+    NOT_IN_USE,
     Item,
     ReductionQueue,
 )
+from composable_shard.runtime.stage import EARLY, OPEN, READY
 from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
 from composable_shard.torch_private import current_backward_id, queue_callback
@@ -73,12 +71,12 @@ class BackwardPass:
         self.waiting: dict[FlatParamHandle, None] = {}
         self._engine_callback: weakref.ref[_EngineCallback] | None = None
         self._reaches_earlier_call = False  # before the tree's last call
-        self._open: list[Item] = []  # handles in use, in the order in which they end
+        self._in_use: list[Item] = []  # handles in use, in the order in which they end
 
     # The backward begins
 
     def begin(self) -> None:
-        """Register the engine's callback, and open the units whose outputs wait for a backward."""
+        """Register the engine's callback, and use the units whose outputs wait for a backward."""
         context = self.context
         self._ask_engine()
         context.backward, context.graphs.last_backward_id = self, self.graph_task_id
@@ -97,7 +95,7 @@ class BackwardPass:
         graphs.has_regions = graphs.has_regions or len(graphs.may_recompute) > 0
         self.queue.begin(self.states)
         for state in armed:
-            self.open_unit(state, graphs.first_calls.get(state.ref, NO_CALL))
+            self.schedule_end(state, graphs.first_calls.get(state.ref, NO_CALL))
 
     def _ask_engine(self) -> None:
         # A separate object: after an error in `begin` a traceback would keep `self` alive.
@@ -126,7 +124,7 @@ class BackwardPass:
     # Units begin and end
 
     def reach(self, state: ShardState, start: int, end: int) -> None:
-        """Open a unit, as the backward reached an output of its call; end the units that are over.
+        """Use a unit, as the backward reached an output of its call; end the units that are over.
 
         Args:
             state: The unit.
@@ -135,10 +133,10 @@ class BackwardPass:
         """
         if start < self.context.graphs.start:
             self._reaches_earlier_call = True
-        self.open_unit(state, start)
+        self.schedule_end(state, start)
         self.end_units_after(end)
 
-    def open_unit(self, state: ShardState, call: int) -> None:
+    def schedule_end(self, state: ShardState, call: int) -> None:
         """Let a unit's handles end when the backward has passed the call of this number.
 
         A handle that several units compute with (tied weights) ends with the first of their calls;
@@ -148,31 +146,31 @@ class BackwardPass:
             item = self.queue.items.get(handle)
             if item is None:
                 continue  # borrowed from a unit that no longer exists
-            if item.ends_with != NOT_OPEN:
+            if item.ends_with != NOT_IN_USE:
                 if call == NO_CALL or 0 <= item.ends_with <= call:
                     continue
-                self._open.remove(item)
+                self._in_use.remove(item)
             elif item.stage is not OPEN:
                 self.queue.reopen(item, is_reached=call >= 0)
             item.ends_with = call
-            opened = self._open
-            if not opened or opened[-1].ends_with >= call:
-                opened.append(item)
-            elif len(opened) > 1 and opened[-2].ends_with >= call:
-                opened.insert(-1, item)  # the leader's call began first, so it stays last
+            in_use = self._in_use
+            if not in_use or in_use[-1].ends_with >= call:
+                in_use.append(item)
+            elif len(in_use) > 1 and in_use[-2].ends_with >= call:
+                in_use.insert(-1, item)  # the leader's call began first, so it stays last
             else:
-                insort(opened, item, key=lambda item: -item.ends_with)
+                insort(in_use, item, key=lambda item: -item.ends_with)
 
     def end_units_after(self, call: int) -> None:
         """Reduce and free the units whose calls all began at this number or later."""
-        while self._open and self._open[0].ends_with >= call:
-            self._end(self._open[0])
+        while self._in_use and self._in_use[0].ends_with >= call:
+            self._end(self._in_use[0])
 
     def _end(self, item: Item) -> None:
         """Reduce a handle that is over, or note that its gradients wait; free full parameters."""
         handle = item.handle
-        self._open.remove(item)
-        item.ends_with = NOT_OPEN
+        self._in_use.remove(item)
+        item.ends_with = NOT_IN_USE
         if not handle.full.readers.claims and not handle.full.params.is_locked:
             handle.adopt_shown_changes("in a backward hook")
         if item.is_reduced and (handle.requires_grad or handle.grads.waits_for_reduction):
@@ -197,9 +195,9 @@ class BackwardPass:
         if item.stage is not OPEN or not (is_over or queue.is_in_window(item)):
             return
         item.stage = READY
-        mine = [each for each in self._open if each.state is item.state]
+        mine = [each for each in self._in_use if each.state is item.state]
         same = [each for each in mine if each.ends_with == call]
-        is_next = is_over or same[0] is self._open[0]
+        is_next = is_over or same[0] is self._in_use[0]
         trained = [each for each in same if each.handle.requires_grad and is_next]
         ready = takewhile(lambda each: each.stage is not OPEN, trained)
         for each in [item] if item.is_agreed else ready:
@@ -222,7 +220,7 @@ class BackwardPass:
             # Other ranks may have issued these reductions already, and wait for this rank.
             self._issue_rest(unsynced)
         if queue.agreed:
-            for item in [item for item in self._open if item.is_agreed]:
+            for item in [item for item in self._in_use if item.is_agreed]:
                 self._end(item)
             queue.issue_expected()
         asks = queue.asks_for_late
@@ -260,7 +258,7 @@ class BackwardPass:
     def _end_asked(self) -> None:
         """Let the handles that a nested backward asked to reduce wait for the end's reductions."""
         for item in self.queue.asked:
-            if item.ends_with != NOT_OPEN:
+            if item.ends_with != NOT_IN_USE:
                 self._end(item)  # on this rank, perhaps; so the order below is that of all ranks
             item.is_reduced = True
 
@@ -272,7 +270,7 @@ class BackwardPass:
             for item in queue.items.values()
             if item.is_reduced
             and not item.is_agreed
-            and item.ends_with == NOT_OPEN
+            and item.ends_with == NOT_IN_USE
             and item not in queue.issued
             and (
                 item in queue.asked
@@ -284,21 +282,21 @@ class BackwardPass:
     def _pack_rest(self, unsynced: list[Item]) -> list[Item]:
         """Pack the gradients not packed yet; return the handles that are published at the end."""
         queue = self.queue
-        still_open = [
+        in_use = [
             item
-            for item in self._open
+            for item in self._in_use
             if item.is_reduced
             and (item.handle.requires_grad or item.handle.grads.waits_for_reduction)
         ]
-        for item in [*queue.agreed, *still_open, *unsynced]:
-            if item.ends_with == NOT_OPEN and item not in queue.issued:
+        for item in [*queue.agreed, *in_use, *unsynced]:
+            if item.ends_with == NOT_IN_USE and item not in queue.issued:
                 item.handle.adopt_changes()  # no call has done it: the unit did not run
             item.handle.grads.pack_rest(may_overwrite=not item.keeps_values)
-        found = dict.fromkeys([*queue.agreed, *queue.issued, *still_open, *unsynced])
+        found = dict.fromkeys([*queue.agreed, *queue.issued, *in_use, *unsynced])
         return [item for item in found if item.stage not in EARLY]
 
     def _issue_rest(self, unsynced: list[Item]) -> None:
-        """Reduce the handles that are still open at the end, and the given others."""
+        """Reduce the handles that are still in use at the end, and the given others."""
         self.end_units_after(NO_CALL)
         for item in unsynced:
             self.queue.issue(item)

@@ -45,7 +45,7 @@ class BufferBroadcast:
             if buffer is not None
         ]
 
-    def broadcast_if_due(self, *, is_followed: bool) -> None:
+    def run(self, *, is_followed: bool) -> None:
         """Broadcast if it is due, see [Note: When buffers are broadcast].
 
         Sends all buffers of the unit as bytes in one broadcast; on a 2-D mesh without a group of

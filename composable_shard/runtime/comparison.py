@@ -35,11 +35,11 @@ def check_agreement(states: list[ShardState], unmanaged: list[str]) -> None:
         return meshes.setdefault(shard_group.joint_groups, _Mesh(shard_group.ranks))
 
     for state in states:
-        if state.buffers is not None:
-            lines = mesh_of(state.buffers.shard_group).lines
+        if state.before_forward is not None:
+            lines = mesh_of(state.before_forward.shard_group).lines
             lines.extend(
                 f"{line} {describe_options(state, state.settings)}"
-                for line in state.buffers.describe()
+                for line in state.before_forward.describe()
             )
         for handle in state.handles:
             mesh = mesh_of(handle.shard_group)

@@ -19,7 +19,6 @@ from composable_shard.flat_param import (
     FORWARD,
     drop_unpacked,
     keep_left_gradients,
-    show_scope_params,
 )
 from composable_shard.runtime.aborted import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import CallReached, recompute
@@ -60,7 +59,7 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         with outside:
             return pre_forward(state, module, args)
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
-        _show_scopes(state)
+        _compute_as_shown(state)
         return
     if current_backward_id() != -1:
         _prepare_in_backward(state, module)
@@ -79,11 +78,11 @@ def pre_forward(state: ShardState, module: nn.Module, args: tuple[Any, ...]) -> 
         return
     try:
         _unshard(context, state, call)
-        if state.buffers is not None and state not in call.broadcast:
+        if state.before_forward is not None and state not in call.prepared:
             # Batch norm writes buffers in training mode, a user's module perhaps with grad enabled.
             is_trained = module.training or torch.is_grad_enabled()
-            state.buffers.broadcast_if_due(is_followed=is_trained and state.settings.reduces_fully)
-            call.broadcast.add(state)
+            state.before_forward.run(is_followed=is_trained and state.settings.reduces_fully)
+            call.prepared.add(state)
     except BaseException:
         _leave_failed_call(context, state, call)
         raise
@@ -170,8 +169,8 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall[ShardSta
     needed = state.needed_handles
     for handle in needed:
         handle.adopt_changes()
-        if handle.shown.scope is not None:
-            _show_scopes(state)
+        if handle.shown.state.is_fixed:
+            _compute_as_shown(state)
         handle.shown.check_registered()
     upcoming = call.advance(state.ref)
     chosen = state.settings.forward_prefetch
@@ -193,28 +192,11 @@ def _unshard(context: TreeContext, state: ShardState, call: ForwardCall[ShardSta
         handle.shown.show_unsharded()
 
 
-def _show_scopes(state: ShardState) -> None:
-    """Show the unit's forward the parameters of the `unshard_params` scopes that it is in.
-
-    Raises:
-        RuntimeError: If the forward records a graph, or this rank has no full values.
-    """
+def _compute_as_shown(state: ShardState) -> None:
+    """Let the unit compute with parameters that a step may not exchange, or raise."""
     for handle in state.needed_handles:
-        scope = handle.shown.scope
-        if scope is None:
-            continue
-        if scope.full is None:
-            raise RuntimeError(
-                f"unit '{state.name}' can't run inside unshard_params(rank0_only=True) on this "
-                "rank, which has no full parameters. Run the model on the first rank only, or pass "
-                "rank0_only=False."
-            )
-        if torch.is_grad_enabled() and handle.requires_grad:
-            raise RuntimeError(
-                f"a training forward of unit '{state.name}' inside unshard_params: gradients would "
-                "not be reduced. Run it under torch.no_grad(), or train outside the scope."
-            )
-        show_scope_params(handle.shown)
+        is_trained = torch.is_grad_enabled() and handle.requires_grad
+        handle.shown.state.let_compute(handle.shown, state.name, is_trained=is_trained)
 
 
 # After a forward

@@ -20,13 +20,13 @@ class ForwardCall(Generic[Unit]):
         output_sequence_nr: Number of the next autograd node when a unit last returned.
         prefetched: Units that were gathered ahead and have not run; True if the user chose the
             unit.
-        broadcast: Units that have broadcast their buffers in this call, if due.
+        prepared: Units that have done in this call what an option lets them do before forwards.
         innermost: `CallReached` of the innermost running call that records a graph, or None.
     """
 
     __slots__ = (
-        *("broadcast", "innermost", "last_order", "leader"),
-        *("order", "output_sequence_nr", "prefetched", "__weakref__"),
+        *("innermost", "last_order", "leader", "order"),
+        *("output_sequence_nr", "prefetched", "prepared", "__weakref__"),
     )
 
     def __init__(self, leader: ref[Unit], last_order: list[ref[Unit]]) -> None:
@@ -35,7 +35,7 @@ class ForwardCall(Generic[Unit]):
         self.last_order = last_order
         self.output_sequence_nr = 0
         self.prefetched: dict[Unit, bool] = {}
-        self.broadcast: set[Unit] = set()
+        self.prepared: set[Unit] = set()
         self.innermost: Any = None  # its module is above this one
 
     def advance(self, unit: ref[Unit]) -> Iterator[Unit | None]:

@@ -189,7 +189,7 @@ def _always_checked(states: list[ShardState]) -> list[dist.ProcessGroup]:
 def _place_buffers(context: TreeContext) -> None:
     """Move buffers to the device: `to_empty(device="cpu")` for offloaded shards moved them too."""
     handles = [handle for state in context.live_states() for handle in state.handles]
-    if any(handle.offload.is_active for handle in handles):
+    if any(handle.memory.offload.is_active for handle in handles):
         for root in alive(context.modules):
             for module in root.modules():
                 place_buffers(module, handles[0].shard_group.device)

@@ -28,7 +28,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from composable_shard.comm import MAX_LAUNCH_NBYTES, Launch
-from composable_shard.runtime.reduction_queue import OPEN, READY, Item, ReductionQueue, Stage
+from composable_shard.runtime.reduction_queue import Item, ReductionQueue
+from composable_shard.runtime.stage import OPEN, READY, Stage
 from composable_shard.runtime.unit import ShardState, TreeContext
 
 

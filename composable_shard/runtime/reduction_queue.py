@@ -55,7 +55,6 @@ further hook runs, and all gradients are published.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
 from typing import Any
 
 from torch.autograd.graph import get_gradient_edge
@@ -69,6 +68,7 @@ from composable_shard.flat_param import (
     run_gradient_hooks,
 )
 from composable_shard.runtime.gathers import release_after_backward
+from composable_shard.runtime.stage import DELIVERED, EARLY, FINAL, ISSUED, OPEN, READY
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
@@ -79,26 +79,7 @@ from composable_shard.torch_private import (
 LATE = 2  # a flag: some rank has gradients of a handle that came after its reduction
 _MAY_CHANGE = 2  # a flag of early gradients
 NO_CALL = -1  # in place of the number of a call: the end of the backward
-NOT_OPEN = -2  # likewise: none, for the backward has not reached the handle, or it is over
-
-
-class Stage(Enum):
-    """How far the gradients of a handle are since the backward opened it last."""
-
-    # More may come.
-    OPEN = auto()
-    # All have come, or the unit is over; handles before it were not reduced.
-    READY = auto()
-    # The reduction was issued.
-    ISSUED = auto()
-    # All ranks know that no gradient is to come, and publish them before the backward ends.
-    FINAL = auto()
-    # They were published, and their hooks have run.
-    DELIVERED = auto()
-
-
-OPEN, READY, ISSUED, FINAL, DELIVERED = Stage
-EARLY = FINAL, DELIVERED
+NOT_IN_USE = -2  # likewise: none, for the backward has not reached the handle, or it is over
 
 
 class Item:
@@ -108,9 +89,9 @@ class Item:
         state, handle: The unit and its handle.
         is_reduced: The backward reduces the gradients; otherwise they stay unsharded.
         is_agreed: They are reduced in the agreed order, [Note: Agreed order].
-        stage: How far they are.
+        stage: How far they are; it moves as `STAGE_MOVES` says.
         ends_with: Number of the unit's first call: the handle ends when the backward has passed it.
-            `NO_CALL`: with the backward. `NOT_OPEN`: the backward has not reached it, or is over.
+            `NO_CALL`: with the backward. `NOT_IN_USE`: the backward has not reached it, or is over.
         counted: Parameters whose gradients have come, where their number starts a reduction.
         had_all: Its last reduction was issued after autograd had run all nodes of the backward.
         flags: The flag reduction of early gradients, in flight.
@@ -139,7 +120,7 @@ class Item:
         self.is_reduced = self.is_wanted
         self.is_agreed = False
         self.stage = OPEN
-        self.ends_with = NOT_OPEN
+        self.ends_with = NOT_IN_USE
         self.had_all = False
         self.counted: set[int] = set()
         self.flags: FlagReduction | None = None

@@ -6,15 +6,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from composable_shard.comm import FlagReduction, make_streams
+from composable_shard.comm import FlagReduction, ShardGroup, make_streams
 from composable_shard.flat_param import GRAPH, HELD, FlatParamHandle, ScratchPool, Slot
 from composable_shard.options import UnitOptions, UnitSettings
-from composable_shard.runtime.buffer_broadcast import BufferBroadcast
 from composable_shard.runtime.forward_call import ForwardCall
 from composable_shard.runtime.open_graphs import OpenGraphs, UnitCall, alive
 from composable_shard.runtime.reduction_order import ReductionOrder
@@ -23,6 +22,24 @@ from composable_shard.runtime.training_state import MOVES, TrainingState
 from composable_shard.torch_private import backward_hooks_of
 
 StateRef = weakref.ref["ShardState"]
+
+
+class BeforeForward(Protocol):
+    """What an option lets a unit do before a forward, once in a call of its tree.
+
+    Attributes:
+        shard_group: The ranks that do it together.
+    """
+
+    shard_group: ShardGroup
+
+    def describe(self) -> list[str]:
+        """Return lines with all that these ranks must agree on."""
+        ...
+
+    def run(self, *, is_followed: bool) -> None:
+        """Do it; `is_followed`: the forward is one of training whose gradients are reduced."""
+        ...
 
 
 class ShardState:
@@ -37,7 +54,7 @@ class ShardState:
         ignored: Places of parameters of its modules that were left out on purpose.
         needed_handles: handles + borrowed: those whose full parameters this unit computes with.
         settings: What the setters have changed.
-        buffers: Broadcasts its buffers before forwards; None if not requested.
+        before_forward: What an option lets it do before its forwards, if any does.
         has_buckets: Its handles are buckets, which may be reduced before its end.
         depth: Number of running calls of its modules.
         is_in_pass: A forward of its modules claims its full parameters.
@@ -54,7 +71,7 @@ class ShardState:
         handles: list[FlatParamHandle],
         borrowed: list[FlatParamHandle],
         *,
-        buffers: BufferBroadcast | None,
+        before_forward: BeforeForward | None,
     ) -> None:
         self.name = type(modules[0]).__name__
         self.options = options
@@ -64,7 +81,7 @@ class ShardState:
         self.ignored: list[Slot] = []
         self.settings = UnitSettings()
         self.change(reshard_after_forward=options.reshard_after_forward)
-        self.buffers = buffers
+        self.before_forward = before_forward
         self.has_buckets = options.bucket_cap_mb is not None
         parts = [part for module in modules for part in module.modules()]
         hooks = [each for part in parts for each in backward_hooks_of(part)]
@@ -82,11 +99,6 @@ class ShardState:
     def __repr__(self) -> str:
         kind, number = self.options.strategy.name, len(self.handles)
         return f"<ShardState '{self.name}': {kind}, {number} handles, {self.training_state.name}>"
-
-    @property
-    def is_in_scope(self) -> bool:
-        """Whether `unshard_params` shows any of its handles, borrowed ones included."""
-        return any([handle.shown.scope is not None for handle in self.needed_handles])
 
     @property
     def is_held(self) -> bool:

@@ -20,7 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import HOST, Ranks
-from composable_shard.flat_param import FlatParamHandle, Shown, swap_keeping_hooks
+from composable_shard.flat_param import (
+    FlatParamHandle,
+    shows_scope_originals,
+    swap_keeping_hooks,
+)
 from composable_shard.options import describe_prefix
 from composable_shard.runtime import ShardState
 from composable_shard.state_dict.model_tensors import (
@@ -194,7 +198,7 @@ def check_shows_originals(state: ShardState) -> None:
     flat = [
         h.name
         for h in state.needed_handles
-        if not h.shown.form.has_names and h.shown.state is not Shown.SCOPE
+        if not (h.shown.form.has_names or shows_scope_originals(h.shown))
     ]
     if flat:
         raise RuntimeError(
@@ -404,7 +408,7 @@ def materialize(handle: FlatParamHandle, given: dict[int, Tensor] | None = None)
         given: Values in place of zeros: this rank's shards of the originals by index. Each is
             removed when it has been copied, to save memory. Not with a flat parameter.
     """
-    device = HOST if handle.offload.is_active else handle.shard_group.device
+    device = HOST if handle.memory.offload.is_active else handle.shard_group.device
     for index, shown in enumerate(handle.shown.at_rest):
         param, flag = shown.sharded, shown.sharded.requires_grad
         if given:

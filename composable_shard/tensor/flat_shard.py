@@ -44,7 +44,7 @@ class FlatShard(RowCheckpointable):
     [Note: Whole shards]
     A parameter of granularity "param" is whole on its owner, and empty on the other ranks. On the
     owner every op runs locally on the tensor in its shape, and accepts plain tensors of that shape;
-    reductions to one value do so in optimizer steps only, [Note: Scope of a reduction]. Elementwise
+    reductions to one value do so in optimizer steps only, [Note: Ranks of a reduction]. Elementwise
     results of the same shape are FlatShards again, and so are contiguous views, so that writes to
     them are noted; other results are plain tensors. On the other ranks elementwise ops run on the
     empty shard, and an op that needs values raises. Where one rank holds everything, each shard is

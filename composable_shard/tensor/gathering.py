@@ -68,7 +68,7 @@ def may_gather(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     write: what is gathered is a copy. In a graph that reaches a parameter at rest, only reads of
     shards are gathered: a layer that is called outside its unit should raise at once and not in
     the backward. Values of one owner exist on all ranks only as parameters outside steps,
-    [Note: Scope of a reduction], and there only reads are gathered.
+    [Note: Ranks of a reduction], and there only reads are gathered.
     """
     if torch.Tag.inplace_view in func.tags or func.is_view:
         return False
@@ -84,12 +84,12 @@ def may_gather(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if schema_of(func).name.removeprefix("aten::") not in _READS or is_in_step():
         return False  # runs on the owner alone
     if all(shard._guard is None for shard in shards):
-        check_scope(func, shards[0])
+        check_is_on_all_ranks(func, shards[0])
     return reads_shards_alone
 
 
-def check_scope(func: OpOverload, shard: FlatShard) -> None:
-    """Check that all ranks have a shard of a tensor: [Note: Scope of a reduction]."""
+def check_is_on_all_ranks(func: OpOverload, shard: FlatShard) -> None:
+    """Check that all ranks have a shard of a tensor: [Note: Ranks of a reduction]."""
     spec = shard._shard_spec
     if shard._guard is None:
         raise RuntimeError(

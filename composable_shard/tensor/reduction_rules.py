@@ -7,7 +7,7 @@ replicated it counts once. Half-precision values accumulate in float32 and are r
 Random fills compute the logical tensor, in its own memory layout and with the given generator, and
 keep this rank's slice, so that the values are those of the unsharded tensor for any world size.
 
-[Note: Scope of a reduction]
+[Note: Ranks of a reduction]
 For any granularity, a reduction to one value is over all ranks, or it raises. All ranks have a
 shard, mostly empty, of a parameter that one rank owns: its reduction is a collective like any
 other. Its gradient exists only on the owner, which would get a value that the others lack: the
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.tensor.flat_shard import FlatShard, wrap
-from composable_shard.tensor.gathering import check_scope
+from composable_shard.tensor.gathering import check_is_on_all_ranks
 from composable_shard.tensor.operands import note_write, slice_given, unsupported
 from composable_shard.tensor.pointwise_rules import local_operands
 from composable_shard.tensor.rule_table import Rule
@@ -104,7 +104,7 @@ def shard_of(func: OpOverload, args: tuple[Any, ...]) -> FlatShard:
     if shard._shard_spec.owner is not None:
         if is_in_step():
             raise unsupported(func, args)  # runs on the whole tensor, on its owner alone
-        check_scope(func, shard)
+        check_is_on_all_ranks(func, shard)
     return shard
 
 

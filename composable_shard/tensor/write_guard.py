@@ -86,10 +86,10 @@ class WriteGuard:
         "_reads",
         "has_new_attributes",
         "is_in_backward",
-        "is_in_scope",
         "may_have_hooks",
         "num_writes",
         "owner",
+        "refusal",
     )
 
     def __init__(self, owner: weakref.ref[object] | None = None) -> None:
@@ -101,7 +101,7 @@ class WriteGuard:
         self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
         self._at_write: dict[str, Callable[[], None]] = {}  # by who has asked for the next write
         self.is_in_backward = False
-        self.is_in_scope = False
+        self.refusal = ""  # why writes are refused now, if they are
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
         self.may_have_hooks = True  # hooks that see final gradients, as far as the owner knows
         self._find_reader: Callable[[], str] = str
@@ -128,15 +128,11 @@ class WriteGuard:
         """Count a write, before it happens.
 
         Raises:
-            RuntimeError: If a backward pass that still needs the parameter is running, or inside
-                `unshard_params`, which would overwrite it or not show it.
+            RuntimeError: If a backward pass that still needs the parameter is running, or where
+                writes are refused.
         """
-        if self.is_in_scope:
-            raise RuntimeError(
-                f"parameter '{fqn}' was written in its sharded form inside unshard_params, which "
-                "shows its full values. Call optimizer.step() and edit shards outside the scope, "
-                "or edit the module's own parameters in it."
-            )
+        if self.refusal:
+            raise RuntimeError(f"parameter '{fqn}' was written in its sharded form {self.refusal}")
         if self.is_in_backward and self.is_backward_running:
             raise RuntimeError(
                 f"parameter '{fqn}' was written while a backward pass that still needs it is "
@@ -199,9 +195,9 @@ class WriteGuard:
         """Choose whether a backward still needs the parameters."""
         self.is_in_backward = flag
 
-    def set_in_scope(self, flag: bool) -> None:
-        """Choose whether `unshard_params` shows the full values."""
-        self.is_in_scope = flag
+    def refuse_writes(self, why: str) -> None:
+        """Refuse writes from now on, by the end of a message; allow them again if it is empty."""
+        self.refusal = why
 
     def set_new_attributes(self, are_new: bool) -> None:
         """Note whether there is requires_grad or a hook that the owner has not adopted."""

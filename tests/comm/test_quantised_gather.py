@@ -204,7 +204,7 @@ def _expect(handle: FlatParamHandle, mains: list[Tensor]) -> list[Tensor]:
     layout = handle.layout
     for offset, main in zip(layout.offsets, mains, strict=True):
         flat[offset : offset + main.numel()] = main.detach().flatten()
-    dtype, output_dtype = handle.precision.gather_dtype, handle.unsharded.dtype
+    dtype, output_dtype = handle.memory.precision.gather_dtype, handle.unsharded.dtype
     shards = [_simulate(shard, dtype, output_dtype) for shard in flat.split(layout.shard_numel)]
     received = torch.cat(shards)
     return [
@@ -220,7 +220,7 @@ class QuantisedReference:
         self.main = plain
         self.model = model
         self.compute = copy.deepcopy(plain)
-        policy = get_handles(model)[0].precision
+        policy = get_handles(model)[0].memory.precision
         if policy.param_dtype is not None:
             self.compute.to(policy.param_dtype)
         self.dtype = policy.param_dtype or F32

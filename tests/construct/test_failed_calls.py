@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import composable_shard
 from composable_shard import fully_shard, get_states
-from composable_shard.construct import build
+from composable_shard.construct import buffers
 from tests.harness.ranks import distributed
 from tests.programs.claims import assert_close, unsharded_gradients, unsharded_values
 from tests.programs.models import average_gradients, rank_input, square_mean
@@ -100,7 +100,7 @@ class _Stopper:
             sys.settrace(None)
 
 
-_FIRST_STEP = "_set_owners"
+_FIRST_STEP = "set_owners"
 # What undoes a step may not fail; errors in a finalizer are printed. The last two end when nothing
 # is left to do.
 _LEFT_OUT = {"restore", "give_back", "_show_in", "_release", "form_unit", "fully_shard"}
@@ -271,7 +271,7 @@ def test_module_that_refuses_a_step_is_left_as_it_was_and_can_be_sharded_later(
     refused: type[Exception] = LookupError
     if what == "memory":
         refused = torch.OutOfMemoryError
-        monkeypatch.setattr(build, "place_buffers", _run_out_of_memory)
+        monkeypatch.setattr(buffers, "place_buffers", _run_out_of_memory)
     else:
         next(m for m in model.modules() if isinstance(m, _Refusing)).refuses = what
         before = _facts_of_all(model)

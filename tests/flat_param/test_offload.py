@@ -578,7 +578,7 @@ def test_copies_and_conversions_stay_offloaded(policy: str) -> None:
         for model in models:
             _train_with(model, _plain_step, 1)
         models = [change(model) for model in models]
-        assert all(h.offload == POLICIES[policy] for h in get_handles(models[1]))
+        assert all(h.memory.offload == POLICIES[policy] for h in get_handles(models[1]))
         assert all(h.shard.is_offloaded for h in get_handles(models[1]))
         expected, actual = (_train_with(model, _accumulating, 1) for model in models)
         _assert_same_lists(actual, expected)
@@ -703,7 +703,7 @@ def test_a_wrong_value_changes_nothing() -> None:
             shard(model, offload_policy=True)
     assert not any(isinstance(param, FlatShard) for param in model.parameters())
     shard_model(model, [("blocks.*", {"offload_policy": STATE})], offload_policy=PARAMS)
-    assert {handle.offload for handle in get_handles(model)} == {PARAMS, STATE}
+    assert {handle.memory.offload for handle in get_handles(model)} == {PARAMS, STATE}
 
 
 @distributed(2)

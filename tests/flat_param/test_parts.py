@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard.comm.groups import ShardGroup
-from composable_shard.flat_param import FullState, Precision, Shown
+from composable_shard.flat_param import FullState, Precision
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.form import OriginalForm
 from composable_shard.flat_param.full_values import MOVES, FullValues
@@ -20,7 +20,14 @@ from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.scopes import enter_scope, leave_scope
-from composable_shard.flat_param.shown import ShownParams
+from composable_shard.flat_param.shown import (
+    SCOPE,
+    SHARDED,
+    SHOWN_MOVES,
+    UNSHARDED,
+    Shown,
+    ShownParams,
+)
 from composable_shard.flat_param.slots import ModuleItems, find_slots
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
@@ -235,13 +242,13 @@ def test_modules_show_one_form_after_another() -> None:
     assert module.weight is weight.sharded
     shown.show_unsharded()
     assert module.weight is weight.unsharded
-    assert shown.state is Shown.UNSHARDED
+    assert shown.state is UNSHARDED
     shown.check_registered()
     scope = ScopeParams(shown.entries, full.shard.layout, torch.zeros(full.buffer.shape))
     others = scope.params
     enter_scope(shown, scope)
     assert module.weight is others[0]
-    assert shown.state is Shown.SCOPE
+    assert shown.state.kind is SCOPE
     assert shown.is_unsharded  # beneath the scope
     shown.show_sharded()
     assert module.weight is others[0]
@@ -249,7 +256,22 @@ def test_modules_show_one_form_after_another() -> None:
     assert module.weight is weight.unsharded
     shown.show_sharded()
     assert module.weight is weight.sharded
-    assert shown.state is Shown.SHARDED
+    assert shown.state is SHARDED
+
+
+@pytest.mark.parametrize(("old", "new"), [*itertools.product(SHOWN_MOVES, SHOWN_MOVES)])
+def test_what_is_shown_makes_the_moves_of_the_table_and_no_others(old: Shown, new: Shown) -> None:
+    """So does a state of its own that a form has, as its kind; a refused move changes nothing."""
+    _, shown = _alone(nn.Linear(3, 2))
+    own = Shown("something of its own", new)
+    shown.state = old
+    if new is old or new in SHOWN_MOVES[old]:
+        shown.move(own)
+        assert shown.state is own
+    else:
+        with pytest.raises(RuntimeError, match=f"show {old.what} can't show {own.what} next"):
+            shown.move(own)
+        assert shown.state is old
 
 
 # --- gradients ---

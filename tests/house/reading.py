@@ -67,15 +67,15 @@ READING_PATH: dict[str, set[str]] = {
     "construct/forming.py": {"flat form", "buckets", "small group"},
     "construct/build.py": set(),
     "layout/flat_layout.py": set(),
-    "flat_param/handle.py": {"pending gradients", "scopes", "small group", "second stage"},
-    "runtime/unit.py": {"scopes", "buckets", "agreed order"},
-    "runtime/forward.py": {"scopes", "agreed order"},
+    "flat_param/handle.py": {"pending gradients", "small group", "second stage"},
+    "runtime/unit.py": {"buckets", "agreed order"},
+    "runtime/forward.py": {"agreed order"},
     "runtime/gathers.py": {"small group"},
     "flat_param/full_values.py": {"small group"},
     "comm/algorithms.py": set(),
     "flat_param/shown.py": {"scopes", "early hooks"},
-    "flat_param/form.py": {"scopes"},
-    "runtime/backward.py": {"scopes", "buckets", "early hooks"},
+    "flat_param/form.py": set(),
+    "runtime/backward.py": {"buckets", "early hooks"},
     "flat_param/gradients.py": {"pending gradients", "second stage"},
     "runtime/reduction_queue.py": {
         *("pending gradients", "buckets", "early hooks", "agreed order", "second stage")
@@ -102,16 +102,10 @@ OPTION_MODULES = frozenset(
 
 # Which of them each file of the reading path still imports; as with the words, no further one.
 IMPORTED_OPTIONS: dict[str, set[str]] = {
-    "construct/forming.py": {"flat_param.owners"},
-    "construct/build.py": {
-        *("flat_param.flat_form", "flat_param.precision", "runtime.buffer_broadcast"),
-        *("runtime.casts", "runtime.meta_buffers"),
-    },
-    "flat_param/handle.py": {"flat_param.precision", "flat_param.user_hooks"},
-    "runtime/unit.py": {"runtime.buffer_broadcast", "runtime.reduction_order"},
-    "runtime/forward.py": {"flat_param.pending_gradients", "flat_param.scopes"},
+    "flat_param/handle.py": {"flat_param.user_hooks"},
+    "runtime/unit.py": {"runtime.reduction_order"},
+    "runtime/forward.py": {"flat_param.pending_gradients"},
     "flat_param/full_values.py": {"comm.hooks"},
-    "flat_param/shown.py": {"flat_param.scope_params"},
     "flat_param/gradients.py": {"flat_param.host_gradient"},
     "runtime/reduction_queue.py": {"flat_param.user_hooks"},
     "flat_param/gradient_reduction.py": {"comm.hooks"},

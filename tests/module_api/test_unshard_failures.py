@@ -94,7 +94,7 @@ def _assert_shown(model: nn.Module) -> None:
         assert state.training_state is not TrainingState.UNSHARDED_PARAMS
     for handle in get_handles(model):
         assert handle.shown.scope is None
-        assert not handle.guard.is_in_scope
+        assert not handle.guard.refusal
         assert not handle.full.readers.claims
 
 

@@ -172,7 +172,7 @@ def _snapshot_of_scope(model: nn.Module) -> list[Any]:
             handle.shown.is_unsharded,
             handle.shown.form.has_names,
             handle.shown.scope is not None,
-            handle.guard.is_in_scope,
+            bool(handle.guard.refusal),
             len(handle.full.readers.claims),
         )
         for handle in get_handles(model)

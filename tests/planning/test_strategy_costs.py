@@ -92,7 +92,7 @@ def _costs(model: nn.Module) -> Iterable[FlatParamCost]:
                 ranks=RankCounts.of(handle.shard_group),
                 options=state.options,
                 main_dtype=handle.local_shard.dtype,
-                precision=handle.precision,
+                precision=handle.memory.precision,
                 requires_grad=handle.requires_grad,
                 reshard_after_forward=not is_root if policy is None else policy,
             )

@@ -418,7 +418,7 @@ def test_all_data_parallel_ranks_get_the_first_ones(
     if not has_world:
         axes = (mesh.get_group("shard"), mesh.get_group("replicate"))
         for state in get_states(model):
-            object.__setattr__(state.buffers.shard_group, "joint_groups", axes)
+            object.__setattr__(state.before_forward.shard_group, "joint_groups", axes)
     loss_of(model).backward()
     first = [buffer.clone() for buffer in model.buffers()]
     for buffer in first:

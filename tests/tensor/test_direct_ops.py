@@ -98,8 +98,8 @@ def test_direct_write_is_counted_and_can_be_refused() -> None:
         model.weight.mul_(2).add_(1)
         assert guard.num_writes == before + 2
         slices = _slices(model)
-        guard.is_in_scope = True
-        with pytest.raises(RuntimeError, match="'weight' was written in its sharded form"):
+        guard.refuse_writes("here.")
+        with pytest.raises(RuntimeError, match=r"'weight' was written in its sharded form here\."):
             model.weight.mul_(2)
     assert_equal(_slices(model), slices, "slices")
 
