@@ -1,14 +1,11 @@
 """Composable sharded training for PyTorch: `fully_shard(module)`, and parameters stay yours."""
 
-from composable_shard.checkpoint import (
-    find_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from composable_shard.comm import count_collectives
 from composable_shard.construct import fully_shard
 from composable_shard.flat_param import FlatParamHandle
-from composable_shard.huggingface import load_safetensors, save_safetensors
 from composable_shard.layout import FlatLayout
 from composable_shard.module_api import (
     drop_pending_gradients,
@@ -46,7 +43,6 @@ from composable_shard.options import (
     ShardingStrategy,
     StateDictOptions,
 )
-from composable_shard.planning import describe, estimate, shard_model
 from composable_shard.runtime import get_handles, get_root_states, get_states, is_sharded, lazy_init
 from composable_shard.state_dict import (
     get_model_state_dict,
@@ -56,6 +52,30 @@ from composable_shard.state_dict import (
     set_optimizer_state_dict,
 )
 from composable_shard.tensor import FlatShard, register_op_rules
+
+if TYPE_CHECKING:
+    from composable_shard.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+    from composable_shard.huggingface import load_safetensors, save_safetensors
+    from composable_shard.planning import describe, estimate, shard_model
+else:
+    # A step needs none of these packages: they are imported when a name is first used.
+    _PACKAGES = {
+        **dict.fromkeys(("find_checkpoint", "load_checkpoint", "save_checkpoint"), "checkpoint"),
+        **dict.fromkeys(("load_safetensors", "save_safetensors"), "huggingface"),
+        **dict.fromkeys(("describe", "estimate", "shard_model"), "planning"),
+    }
+
+    def __getattr__(name):
+        if name in _PACKAGES.values():
+            return import_module(f"{__name__}.{name}")
+        if name not in _PACKAGES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value = getattr(import_module(f"{__name__}.{_PACKAGES[name]}"), name)
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *_PACKAGES, *_PACKAGES.values()})
+
 
 __version__ = "0.1.0"
 

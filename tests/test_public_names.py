@@ -145,12 +145,40 @@ def test_a_torch_newer_than_those_tried_is_warned_of() -> None:
             warn_of_newer(version)
 
 
-def test_importing_the_package_imports_no_checkpoint_and_no_fsdp_of_torch() -> None:
-    """They take as long as all of the package; what saves, and what shards by FSDP, has them."""
-    code = (
-        "import sys, composable_shard;"
-        "print([n for n in sys.modules if n in"
-        " ('torch.distributed.checkpoint', 'torch.distributed.fsdp')])"
-    )
+def _modules_after(*statements: str) -> list[set[str]]:
+    """Return the modules that are imported after each statement, in a new interpreter."""
+    shown = "; print(*sys.modules)"
+    code = "\n".join(["import sys", *(statement + shown for statement in statements)])
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert found.stdout.strip() == "[]"
+    return [set(line.split()) for line in found.stdout.splitlines()]
+
+
+def test_a_program_imports_what_it_uses() -> None:
+    """Of the package what a step needs; nothing of torch that FSDP2 does not need, and less."""
+    plain, more = _modules_after("import composable_shard", "composable_shard.shard_model")
+    assert {name.split(".")[1] for name in plain if name.startswith("composable_shard.")} == {
+        *("comm", "construct", "flat_param", "layout", "module_api", "optim", "options"),
+        *("runtime", "state_dict", "tensor", "torch_private"),
+    }
+    new = {name.rpartition(".")[0] for name in more - plain if name.startswith("composable_shard.")}
+    assert new == {"composable_shard", "composable_shard.planning"}
+    assert not plain & {"torch.distributed.checkpoint", "torch.distributed.fsdp"}
+    theirs, both = _modules_after("import torch.distributed.fsdp", "import composable_shard")
+    assert {name for name in both - theirs if not name.startswith("composable_shard")} == set()
+    assert len(theirs - plain) > 50
+
+
+def test_names_that_are_imported_late_are_like_others() -> None:
+    """In `dir` from the start, the packages' own objects, and no other name passes for one."""
+    code = (
+        "import composable_shard; names = dir(composable_shard);"
+        "assert {*composable_shard.__all__, 'checkpoint', 'planning', 'huggingface'} <= {*names};"
+        "from composable_shard import *;"
+        "assert shard_model is composable_shard.shard_model;"
+        "assert shard_model is composable_shard.planning.shard_model"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="'composable_shard' has no attribute 'shard_modle'"):
+        composable_shard.shard_modle  # noqa: B018 -- raises
+    with pytest.raises(ImportError, match="cannot import name 'shard_modle'"):
+        exec("from composable_shard import shard_modle")

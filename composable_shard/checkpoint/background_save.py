@@ -1,23 +1,17 @@
-"""Saves that run in the background, and the calls that wait for them.
-
-[Note: Staging memory]
-Training waits while a save copies what it will write. Most of that time goes to fresh memory, whose
-pages the system must find and clear. So a rank's copies stay where they are, and the next save
-overwrites them: it has waited for the one before.
-"""
+"""Saves that run in the background, and the calls that wait for them."""
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from composable_shard.checkpoint.draft import Item
 from composable_shard.comm import HostGroup, get_host_group
-from composable_shard.tensor import local_part
+
+_NICENESS = 19  # of the thread that writes: the lowest priority
 
 
 class CheckpointSave:
@@ -39,6 +33,7 @@ class CheckpointSave:
 
     def _run(self) -> None:
         try:
+            _leave_cores_to_others()
             self._path = self._write()
         except Exception as error:
             self._error = error
@@ -71,22 +66,15 @@ class CheckpointSave:
         return error
 
 
-def copy_to_host(group: HostGroup, items: Sequence[Item]) -> None:
-    """Copy the values of items, so that training may overwrite them: [Note: Staging memory]."""
-    names = {item.name for item in items}
-    kept = {name: x for name, x in group.swap_staging({}).items() if name in names}  # frees others
-    # No inference tensor, which a later save, outside of inference mode, could not write.
-    with torch.inference_mode(False), torch.no_grad():
-        for item in items:
-            item.values = _copied(local_part(item.values), kept.pop(item.name, None))
-    group.swap_staging({x.name: x.values for x in items if type(x.values) is Tensor})
+def _leave_cores_to_others() -> None:
+    """Let this thread, and those that it starts, run on cores that no other thread wants; Linux.
 
-
-def _copied(value: Tensor, memory: Tensor | None) -> Tensor:
-    if memory is None or type(value) is not Tensor:
-        return value.to("cpu", copy=True)
-    is_like = (memory.shape, memory.dtype) == (value.shape, value.dtype)
-    return memory.copy_(value) if is_like else value.to("cpu", copy=True)
+    One that is wanted by others gives it a share of about 1.5 %, so that a save ends. A process
+    can't undo it. A rank that waits for its save leaves a core to the thread.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError):  # a sandbox may refuse it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def quiet_group() -> HostGroup:

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from composable_shard.checkpoint.file_format import (
     byte_view,
     dtype_name,
 )
-from composable_shard.layout import Region
+from composable_shard.layout import Region, whole_box
 from composable_shard.state_dict import canonical, json_tree, mesh_groups, params_by_fqn
 from composable_shard.tensor import FlatShard, local_part, region_of
 
@@ -102,12 +103,9 @@ class Item:
     owners: Owners | None  # None: rank 0's, or the lowest rank's, is saved
 
     @property
-    def line(self) -> list[Any]:
-        """Its description for rank 0."""
-        region, is_shard = self.region, isinstance(self.values, FlatShard | DTensor)
-        place = [region.box, region.order, region.start, region.end]
-        what = [self.name, list(self.shape), dtype_name(self.values.dtype)]
-        return [*what, *place, is_shard, self.owners]
+    def is_shard(self) -> bool:
+        """Whether other ranks hold other elements; else the first rank's copy is saved."""
+        return isinstance(self.values, FlatShard | DTensor)
 
     @property
     def sample(self) -> list[Any]:
@@ -124,6 +122,43 @@ class SaveArguments:
     path: str
     keep_last: int | None
     async_op: bool
+
+
+@dataclass
+class Description:
+    """What a rank holds, for rank 0.
+
+    [Note: Descriptions]
+    Most ranks hold the same tensors under the same names. So they compare digests first, and of
+    ranks with one digest the lowest alone sends the tree and the lines. Each sends its places: of
+    what it holds of shards. That is a share of the model, however many ranks there are.
+    """
+
+    tree: dict[str, Any]  # all values, encoded
+    lines: list[list[Any]]  # of each item name, shape, dtype, order, is_shard, number of owners
+    owners: list[Owners | None]  # that lines name by number
+    places: list[list[Any]]  # number of a line, start, end, and the box unless it is the whole one
+    digest: str  # of tree and lines
+
+    @classmethod
+    def of(cls, tree: dict[str, Any], items: list[Item]) -> Description:
+        """Describe this rank's items."""
+        numbers: dict[Owners | None, int] = {}
+        lines, places = [], []
+        for index, item in enumerate(items):
+            region, owner = item.region, numbers.setdefault(item.owners, len(numbers))
+            what = [item.name, list(item.shape), dtype_name(item.values.dtype)]
+            lines.append([*what, list(region.order), item.is_shard, owner])
+            if item.is_shard and region.end > region.start:
+                box = [] if region.box == whole_box(item.shape) else [region.box]
+                places.append([index, region.start, region.end, *box])
+        digest = hashlib.sha256(json.dumps([tree, lines]).encode()).hexdigest()
+        return cls(tree, lines, list(numbers), places, digest)
+
+    def message(self, *, is_whole: bool) -> dict[str, Any]:
+        """Return what this rank sends; `is_whole`: the first rank with this digest."""
+        common = {"tree": self.tree, "lines": self.lines} if is_whole else {}
+        return {"digest": self.digest, "owners": self.owners, "places": self.places, **common}
 
 
 def list_items(tensors: dict[str, Tensor], owners: Mapping[str, Owners]) -> list[Item]:
@@ -152,29 +187,56 @@ def make_draft(ranks: list[Any]) -> Draft:
     """Join what all ranks have described."""
     check_same(ranks, "step", *SaveArguments.__dataclass_fields__)
     # Ranks with other arguments, or of another step, must not get as far as a common draft.
-    draft = Draft(merge_trees([rank["tree"] for rank in ranks]), {}, len(ranks))
-    parts = _Parts()
-    for number, rank in enumerate(ranks):
-        for index, line in enumerate(rank["lines"]):
-            name, shape, dtype, box, order, start, end, is_shard, owners = line
-            entry = {"shape": shape, "dtype": dtype}
-            if order != sorted(order):
-                entry["order"] = order
-            if draft.tensors.setdefault(name, entry) != entry:
-                raise ValueError(
-                    f"rank {number} has '{name}' as {entry}, another rank as "
-                    f"{draft.tensors[name]}: all ranks must save the same model, optimizer and "
-                    "extra values"
-                )
-            if end > start:
-                known = draft.holders.setdefault((name, tuple(map(tuple, box)), start, end), [])
-                # All holders of a shard may share the writing; of a whole value the first writes.
-                if is_shard or not known:
-                    known.append((number, index))
-            if owners is not None:
-                parts.add(name, number, owners)
-    draft.copies = parts.find_copies()
+    known = {rank["digest"]: rank for rank in reversed(ranks) if "tree" in rank}
+    described = [known[rank["digest"]] for rank in ranks]  # [Note: Descriptions]
+    draft = Draft(merge_trees([each["tree"] for each in described]), {}, len(ranks))
+    for number, (rank, common) in enumerate(zip(ranks, described, strict=True)):
+        lines = common["lines"]
+        if rank is common:
+            _add_lines(draft, number, lines)
+        for index, start, end, *box in rank["places"]:
+            name, shape = lines[index][:2]
+            place = tuple(map(tuple, box[0])) if box else whole_box(torch.Size(shape))
+            # All holders of a shard may share the writing.
+            draft.holders.setdefault((name, place, start, end), []).append((number, index))
+    draft.copies = _find_copies(ranks, described)
     return draft
+
+
+def _add_lines(draft: Draft, number: int, lines: list[list[Any]]) -> None:
+    """Add what a rank is the first to describe; of a whole value it is the holder."""
+    for index, (name, shape, dtype, order, is_shard, _) in enumerate(lines):
+        entry = {"shape": shape, "dtype": dtype}
+        if order != sorted(order):
+            entry["order"] = order
+        if draft.tensors.setdefault(name, entry) != entry:
+            raise ValueError(
+                f"rank {number} has '{name}' as {entry}, another rank as "
+                f"{draft.tensors[name]}: all ranks must save the same model, optimizer and "
+                "extra values"
+            )
+        size = torch.Size(shape)
+        if not is_shard and size.numel():
+            whole = (name, whole_box(size), 0, size.numel())
+            draft.holders.setdefault(whole, [(number, index)])
+
+
+def _find_copies(ranks: list[Any], described: list[Any]) -> dict[str, list[list[int]]]:
+    """Return the ranks that hold a tensor, grouped by who shares it, where not all share it."""
+    parts = _Parts()
+    if all(each is described[0] for each in described):  # tensors of the same owners are alike
+        for number, rank in enumerate(ranks):
+            for place, owners in enumerate(rank["owners"]):
+                if owners is not None:
+                    parts.add(str(place), number, owners)
+        found = parts.find_copies()
+        lines = described[0]["lines"] if found else []
+        return {line[0]: found[str(line[-1])] for line in lines if str(line[-1]) in found}
+    for number, (rank, common) in enumerate(zip(ranks, described, strict=True)):
+        for name, *_, place in common["lines"]:
+            if (owners := rank["owners"][place]) is not None:
+                parts.add(name, number, owners)
+    return parts.find_copies()
 
 
 def check_same(ranks: list[dict[str, Any]], *names: str) -> None:
@@ -242,13 +304,16 @@ def merge_trees(trees: list[Any]) -> dict[str, Any]:
 
     Parameter groups are joined, because ranks may own different parameters.
     """
+    # Each once, with the lowest rank that has it.
+    distinct = {id(tree): (rank, tree) for rank, tree in reversed(list(enumerate(trees)))}
+    ordered = sorted(distinct.values(), key=itemgetter(0))
     merged: dict[str, Any] = {
-        kind: reduce(partial(json_tree.merge, depth=depth), [tree.get(kind, {}) for tree in trees])
+        kind: reduce(partial(json_tree.merge, depth=depth), [t.get(kind, {}) for _, t in ordered])
         for kind, depth in _LEVELS.items()
     }
     for name, state in merged["optimizer"].items():
         found: list[dict[str, Any]] = []
-        for rank, optimizers in enumerate(tree["optimizer"] for tree in trees):
+        for rank, optimizers in ((rank, tree["optimizer"]) for rank, tree in ordered):
             if name in optimizers and (groups := optimizers[name]["param_groups"]) != found:
                 _check_numbers(found, groups, rank)
                 _join_groups(found, groups)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.checkpoint.background_save import CheckpointSave, copy_to_host, quiet_group
+from composable_shard.checkpoint.background_save import CheckpointSave, quiet_group
 from composable_shard.checkpoint.draft import ModelOwners, SaveArguments, list_items
 from composable_shard.checkpoint.objects import (
     OneOrMore,
@@ -28,7 +28,9 @@ from composable_shard.checkpoint.run_state import (
     check_optimizers,
     describe_model,
 )
-from composable_shard.checkpoint.writer import plan_save, write_checkpoint
+from composable_shard.checkpoint.staging import LateCopies, copy_to_host
+from composable_shard.checkpoint.writer import SavePlan, plan_save, write_checkpoint
+from composable_shard.comm import HostGroup
 from composable_shard.options import check_path_order
 from composable_shard.state_dict import (
     Cuts,
@@ -76,9 +78,10 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             of parameters, every rank's part.
         keep_last: Keep only the last n checkpoints of this run, and of the one it was loaded from.
             Default: keep all.
-        async_op: Copy this rank's part to host memory and return; a thread writes it. At most one
-            such copy exists, and its memory is kept: the next call waits for the previous save,
-            and copies into it.
+        async_op: Copy this rank's part to host memory and return; a thread writes it. Shards in
+            host memory are copied after the call has returned, at the latest before they are
+            written. At most one such copy exists, and its memory is kept: the next call waits for
+            the previous save, and copies into it.
 
     Returns:
         The checkpoint's directory; with `async_op` a `CheckpointSave` to wait for, also after
@@ -120,16 +123,34 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             owners |= model_owners.of_optimizer(encoded, own, homes)
         items = list_items(tensors, owners)
     plan = plan_save(group, step, tree, items, SaveArguments(os.fspath(path), keep_last, async_op))
-    error: Exception | None = None
     if not async_op:
         return write_checkpoint(group, plan, keep_last, None)
-    try:
-        copy_to_host(group, plan.items)
-    except Exception as caught:  # out of memory: raised on all ranks in the background
-        error = caught
-    save = CheckpointSave(lambda: write_checkpoint(group, plan, keep_last, error))
+    save = _save_in_background(group, plan, keep_last)
     group.swap_pending(save)
     return save
+
+
+def _save_in_background(group: HostGroup, plan: SavePlan, keep_last: int | None) -> CheckpointSave:
+    late, error = LateCopies(), None
+    try:
+        late = copy_to_host(group, plan.items)
+    except Exception as caught:  # out of memory: raised on all ranks in the background
+        error = caught
+
+    def write() -> Path:
+        failure: Exception | None = error
+        try:
+            late.make()
+        except Exception as caught:
+            failure = failure or caught
+        return write_checkpoint(group, plan, keep_last, failure)
+
+    try:
+        late.begin()
+        return CheckpointSave(write)
+    except BaseException:
+        late.give_up()
+        raise
 
 
 def _find_homes(cuts: Cuts, encoded: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:

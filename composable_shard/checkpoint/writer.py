@@ -32,6 +32,7 @@ from torch import Tensor
 
 from composable_shard.checkpoint import files
 from composable_shard.checkpoint.draft import (
+    Description,
     Draft,
     Item,
     SaveArguments,
@@ -82,8 +83,9 @@ def plan_save(
 ) -> SavePlan:
     """Assign every region to one rank; writes nothing. [Note: One save]
 
-    One gather of all ranks' lists on rank 0, and one broadcast; one more of each for names that
-    ranks have in common without sharing the tensor. [Note: Owners]
+    Two gathers on rank 0, of digests and of what ranks hold, [Note: Descriptions], two broadcasts
+    of a few numbers, and a scatter; one gather and one broadcast more for names that ranks have in
+    common without sharing the tensor. [Note: Owners]
 
     Args:
         tree: All values, encoded; where ranks differ, the lowest rank's are saved.
@@ -92,27 +94,32 @@ def plan_save(
         ValueError: On all ranks, if ranks disagree about the step, another argument or a tensor, or
             if they do not hold all of its elements, or hold different ones under one name.
     """
-    lines = [item.line for item in items]
-    gathered = group.gather({"step": step, "tree": tree, "lines": lines, **asdict(arguments)})
-    draft = Draft({}, {}, group.size)
+    description = Description.of(tree, items)
+    digests = group.gather(description.digest)
+    firsts = group.on_first(lambda: sorted(map(digests.index, set(digests))))
+    own_message = description.message(is_whole=group.rank in firsts)
+    gathered = group.gather({"step": step, **own_message, **asdict(arguments)})
+    draft, chosen = Draft({}, {}, group.size), []
 
-    def assign(samples: list[dict[str, Any]]) -> list[list[int]]:
+    def assign(samples: list[dict[str, Any]]) -> None:
+        nonlocal chosen
         check_copies(draft, samples)
-        return share_pieces(draft)
+        chosen = share_pieces(draft)
 
-    def begin() -> tuple[list[str], list[list[int]], str]:
+    def begin() -> tuple[list[str], str]:
         nonlocal draft
         draft = make_draft(gathered)
-        path = str(Path(arguments.path).absolute())
-        return list(draft.copies), [] if draft.copies else assign([]), path
+        if not draft.copies:
+            assign([])
+        return list(draft.copies), str(Path(arguments.path).absolute())
 
-    copies, chosen, path = group.on_first(begin)
+    copies, path = group.on_first(begin)
     if copies:
         wanted = set(copies)
         samples = group.gather({item.name: item.sample for item in items if item.name in wanted})
-        chosen = group.on_first(lambda: assign(samples))
+        group.on_first(lambda: assign(samples))
     content = {"tree": draft.tree, "tensors": draft.tensors}
-    own = [items[index] for index in chosen[group.rank]]
+    own = [items[index] for index in group.scatter(chosen)]
     # Wide dtypes first: each piece is aligned in the file.
     own.sort(key=lambda item: -item.values.dtype.itemsize)
     return SavePlan(step, own, Path(path), group.run, content)

@@ -6,7 +6,7 @@ import ctypes
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,9 +65,13 @@ class HostGroup(Ranks):
 
     def all_messages(self, message: Any) -> list[Any]:
         """Return the messages of all ranks, or one None where all are None."""
-        has_message = torch.tensor([int(message is not None)], device=HOST)
-        if self._group is not None and not self._all_gather(has_message).any():
-            return [None]
+        if self._group is not None:
+            has_messages = torch.tensor(
+                [any(self._numbers(int(message is not None)))], dtype=torch.uint8, device=HOST
+            )
+            self._broadcast(has_messages)
+            if not has_messages:
+                return [None]
         return self.broadcast(self.gather(message))  # type: ignore[no-any-return]
 
     def gather(self, value: Any) -> list[Any]:
@@ -75,13 +79,20 @@ class HostGroup(Ranks):
         if self._group is None:
             return [value]
         data = _to_tensor(value)
-        sizes = self._all_gather(torch.tensor([data.numel()], device=HOST)).tolist()
-        largest = max(sizes)
-        padded = torch.zeros(largest, dtype=torch.uint8, device=HOST)
-        padded[: data.numel()] = data
-        parts = [torch.empty_like(padded) for _ in sizes] if self.is_first else []
-        self._collect(padded, parts)
-        return [_from_tensor(part[:n]) for part, n in zip(parts, sizes, strict=False)]
+        parts = [data.new_empty(numel) for numel in self._numbers(data.numel())]
+        self._collect(data, parts)
+        return list(map(_from_tensor, parts))
+
+    def scatter(self, values: Sequence[Any]) -> Any:
+        """Return one of rank 0's JSON values on each rank, in rank order; of no use elsewhere."""
+        if self._group is None:
+            return values[0]
+        parts = list(map(_to_tensor, values)) if self.is_first else []
+        numel = torch.zeros(1, dtype=torch.int64, device=HOST)
+        self._distribute(numel, [torch.tensor([part.numel()], device=HOST) for part in parts])
+        data = torch.empty(int(numel), dtype=torch.uint8, device=HOST)
+        self._distribute(data, parts)
+        return _from_tensor(data)
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's JSON value on every rank."""
@@ -107,16 +118,22 @@ class HostGroup(Ranks):
         raise_found([found], error)
         return value
 
-    def _all_gather(self, numbers: Tensor) -> Tensor:
-        output = numbers.new_empty(self.size, numbers.numel())
-        self._collect(numbers, list(output))
-        self._broadcast(output)
-        return output.flatten()
+    def _numbers(self, number: int) -> list[int]:
+        """Return each rank's number on rank 0; an empty list elsewhere."""
+        own = torch.tensor([number], device=HOST)
+        parts = [torch.empty_like(own) for _ in range(self.size)] if self.is_first else []
+        self._collect(own, parts)
+        return [int(part) for part in parts]
 
     def _collect(self, tensor: Tensor, parts: list[Tensor]) -> None:
         """Send a tensor to rank 0, which receives all ranks' tensors in `parts`."""
         outputs = [parts] if self.is_first else []
         self._messages().gather(outputs, [tensor], dist.GatherOptions()).wait()
+
+    def _distribute(self, tensor: Tensor, parts: list[Tensor]) -> None:
+        """Receive a tensor from rank 0, which sends each rank one of `parts`."""
+        inputs = [parts] if self.is_first else []
+        self._messages().scatter([tensor], inputs, dist.ScatterOptions()).wait()
 
     def _broadcast(self, tensor: Tensor) -> None:
         options = dist.BroadcastOptions()

@@ -163,6 +163,19 @@ class MessageGroup:
         parts[0].copy_(inputs[0].view(parts[0].shape))
         return self._exchange([], enumerate(parts[1:], 1))
 
+    def scatter(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Sequence[Tensor]],
+        options: dist.ScatterOptions,
+    ) -> Works:
+        """Send each rank its tensor from rank 0; only rank 0 passes inputs."""
+        if not inputs:
+            return self._exchange([], [(0, outputs[0])])
+        parts = inputs[0]
+        outputs[0].copy_(parts[0])
+        return self._exchange(enumerate(parts[1:], 1), [])
+
     def allreduce(self, tensors: Sequence[Tensor], options: dist.AllreduceOptions) -> Then:
         """Reduce one contiguous tensor in place. [Note: All-reduces by messages]"""
         op = options.reduceOp.op  # type: ignore[attr-defined] # missing in the stubs of torch

@@ -136,6 +136,7 @@ class LocalShard:
         for group in self.shard_group.replicate_groups:
             collectives.broadcast(sent, 0, group).wait()
         if sent is not self.values:
+            self.guard.wait_for_reads()
             self.values.copy_(sent)
 
     def write_edited(self, own_part: Tensor, *, is_cast: bool) -> None:
@@ -151,4 +152,5 @@ class LocalShard:
             received = as_received(self.wire_dtype, self.values, values.dtype)
             is_same = (values == received) | (values.isnan() & received.isnan())
             values = torch.where(is_same, self.values, values.to(self.values.dtype))
+        self.guard.wait_for_reads()
         self.values.copy_(values)

@@ -303,7 +303,7 @@ def _state_nbytes(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def _local_nbytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, FlatShard) else tensor
+    local = tensor._local if isinstance(tensor, FlatShard) else tensor
     return local.numel() * local.element_size()
 
 

@@ -92,7 +92,9 @@ def _encode_sequence(value: Any, path: str, tensors: dict[str, Any]) -> Any:
 
 def _check_has_elements(value: Tensor, path: str) -> None:
     """Check that a tensor has its elements in memory, where they can be read and written again."""
-    if isinstance(value, FlatShard | DTensor):
+    if isinstance(value, FlatShard):
+        value = value._local  # not to_local(): [Note: Late reads]
+    elif isinstance(value, DTensor):
         value = value.to_local()
     is_dense = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
     # A subclass that wraps other tensors has no memory of its own.

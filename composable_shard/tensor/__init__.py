@@ -34,6 +34,7 @@ from composable_shard.tensor.gradient_rules import (
     total_norms,
 )
 from composable_shard.tensor.labels import ParamLabel, UnitLabel
+from composable_shard.tensor.late_reads import is_alone_in_memory
 from composable_shard.tensor.op_rules import register_op_rules
 from composable_shard.tensor.operands import (
     find_places,
@@ -53,4 +54,5 @@ from composable_shard.tensor.pending import (
 )
 from composable_shard.tensor.reduction_rules import combine, reduction_groups
 from composable_shard.tensor.shard_spec import ShardSpec, flat_spec, refuse_flat_dtensors
+from composable_shard.tensor.watched_ops import begin_late_reads, end_late_reads
 from composable_shard.tensor.write_guard import COMPARED, WriteGuard

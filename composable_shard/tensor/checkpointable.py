@@ -20,6 +20,7 @@ from composable_shard.layout import (
     Box,
 )
 from composable_shard.options import LOAD_FILE, PLACEMENTS, VALUES
+from composable_shard.tensor.late_reads import LATE_READS, hand_out
 from composable_shard.tensor.shard_spec import ShardSpec
 from composable_shard.torch_private import (
     is_traceable_wrapper_subclass,
@@ -126,6 +127,8 @@ class Checkpointable(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the box at `index.offset` as a view of this rank's slice."""
         spec, local = self._shard_spec, self._local
+        if LATE_READS:
+            LATE_READS.make(local)  # a load writes to it
         for chunk, box in _chunks(spec):
             if chunk.offsets == index.offset:
                 position = local.storage_offset() + box.start - spec.local_range[0]
@@ -143,6 +146,7 @@ class Checkpointable(Tensor):
         """
         if self._guard is not None:
             self._guard.note_write(self._shard_spec.label.fqn)
+        hand_out(self._local, self._guard)
         return self._local
 
     def __tensor_flatten__(self) -> tuple[list[str], ShardSpec]:

@@ -15,6 +15,7 @@ from torch.overrides import enable_reentrant_dispatch
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
 from composable_shard.options import AT_REST, IN_GRAPH, SAVE
 from composable_shard.tensor.checkpointable import cloned, user_attributes
+from composable_shard.tensor.late_reads import hand_out
 from composable_shard.tensor.owned_numbers import OwnedNumber
 from composable_shard.tensor.rule_table import OP_RULES, NeedsWhole
 from composable_shard.tensor.safetensors_rows import RowCheckpointable
@@ -126,6 +127,7 @@ class FlatShard(RowCheckpointable):
         DTensor's local part), and the other ranks get an empty one. Writes to it bypass the shard's
         write guard, so write to the shard itself.
         """
+        hand_out(self._local, self._guard)
         spec = self._shard_spec
         if spec.owner is None or spec.is_owned_by_other_rank:
             return self._local
@@ -232,6 +234,7 @@ class FlatShard(RowCheckpointable):
         """
         if _is_called_by_torch():
             return 0
+        hand_out(self._local, self._guard)
         return self._local.data_ptr() or (0 if self._local.is_meta else id(self._local))
 
     def untyped_storage(self) -> Any:
@@ -249,6 +252,7 @@ class FlatShard(RowCheckpointable):
 
     def share_memory_(self) -> FlatShard:
         """Move the whole storage of the local tensor to shared memory; return the shard."""
+        hand_out(self._local, self._guard)
         self._local.share_memory_()  # torch's own would take the wrapper for data, and crash
         return self
 

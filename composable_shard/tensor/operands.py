@@ -68,6 +68,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def written_in(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an op writes."""
+    for position, argument in enumerate(schema_arguments(func)):
+        if argument.is_write:
+            value = kwargs.get(argument.name)
+            yield from tensors_in(args[position] if position < len(args) else value)
+
+
 def shards_in(value: Any) -> list[FlatShard]:
     """Return the shards among an op's arguments."""
     return [each for each in tensors_in(value) if isinstance(each, FlatShard)]

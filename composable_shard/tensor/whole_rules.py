@@ -6,7 +6,7 @@ no rule by name. See [Note: Gathered operands].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,10 +19,10 @@ from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
 from composable_shard.tensor.gathering import base_of, gather_bases, may_gather, view_of_whole
 from composable_shard.tensor.operands import (
     note_write,
-    schema_arguments,
     shards_in,
     slice_given,
     tensors_in,
+    written_in,
 )
 from composable_shard.tensor.owned_numbers import mark
 from composable_shard.tensor.shard_spec import ShardSpec
@@ -41,14 +41,14 @@ def on_gathered(
     """
     if not may_gather(func, args, kwargs):
         return None
-    if any(isinstance(item, DTensor) for item in _written(func, args, kwargs)):
+    if any(isinstance(item, DTensor) for item in written_in(func, args, kwargs)):
         return None
     return partial(_run_gathered, func, args, kwargs)
 
 
 def _run_gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     shards = shards_in((args, tuple(kwargs.values())))
-    written = shards_in(list(_written(func, args, kwargs)))
+    written = shards_in(list(written_in(func, args, kwargs)))
     for shard in written:  # may raise: before anything is sent
         note_write(shard)
     if written:
@@ -118,7 +118,7 @@ def on_whole(
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for shard in shards_in(list(_written(func, args, kwargs))):
+    for shard in shards_in(list(written_in(func, args, kwargs))):
         note_write(shard)
     originals: dict[int, Tensor] = {}  # the shard of each whole tensor
 
@@ -150,13 +150,6 @@ def _mark_numbers(result: Any, shards: list[FlatShard]) -> None:
     for item in tensors_in(result):
         if item.numel() == 1:  # parts of joined tensors may be of one parameter again
             mark(item, sources)
-
-
-def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    for position, argument in enumerate(schema_arguments(func)):
-        if argument.is_write:
-            value = kwargs.get(argument.name)
-            yield from tensors_in(args[position] if position < len(args) else value)
 
 
 def _replaced(value: Any, by: Callable[[Any], Tensor], kind: type[Tensor] = FlatShard) -> Any:

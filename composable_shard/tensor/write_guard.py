@@ -85,6 +85,7 @@ class WriteGuard:
         "_num_steps",
         "_reads",
         "has_new_attributes",
+        "is_handed_out",
         "is_in_backward",
         "may_have_hooks",
         "num_writes",
@@ -100,6 +101,7 @@ class WriteGuard:
         self._num_steps: dict[weakref.ref[Optimizer], int] = {}
         self._reads: list[Callable[[], None]] = []  # each waits for one copy of the shard
         self._at_write: dict[str, Callable[[], None]] = {}  # by who has asked for the next write
+        self.is_handed_out = False  # a program has got at the memory: [Note: Late reads]
         self.is_in_backward = False
         self.refusal = ""  # why writes are refused now, if they are
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
@@ -208,8 +210,12 @@ class WriteGuard:
         """Note that no parameter has hooks that see final gradients, until attributes are noted."""
         self.may_have_hooks = False
 
+    def set_handed_out(self) -> None:
+        """Note that a program may write to the memory without a note of it."""
+        self.is_handed_out = True
+
     def add_read(self, wait: Callable[[], None]) -> None:
-        """Note that a copy of the shard is under way: `wait` returns when it is done."""
+        """Note that a copy of the shard is to come: `wait` returns when it is done."""
         if len(self._reads) >= _MAX_READS:
             self._reads.pop(0)()
         self._reads.append(wait)
@@ -217,4 +223,5 @@ class WriteGuard:
     def wait_for_reads(self) -> None:
         """Wait until no copy reads the shard, which is about to be written."""
         while self._reads:
-            self._reads.pop()()
+            self._reads[-1]()
+            self._reads.pop()  # not before: an interrupt of the wait leaves it to the next write

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import os
 import random
+import sys
 import threading
 import time
 import traceback
@@ -325,6 +326,31 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert run.load(tmp_path).step == 2
     for value, expected in zip(run.values(), expected_values, strict=True):
         assert_equal(value, expected)
+
+
+@distributed(2)
+def test_only_the_thread_that_writes_leaves_cores_to_others(tmp_path: Path) -> None:
+    """On Linux; a save that training waits for keeps its priority."""
+    run, found = _Run(), []
+    run.train(1)
+    create = files.create
+
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def note_and_create(path: Path) -> Any:
+        found.append(niceness())
+        return create(path)
+
+    usual = niceness()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "create", note_and_create)
+        run.save(tmp_path)
+        assert set(found) == {usual}
+        found.clear()
+        run.save(tmp_path, async_op=True).wait()
+        assert set(found) == {19 if sys.platform == "linux" else usual}
+    assert niceness() == usual
 
 
 @distributed(2)

@@ -1,0 +1,167 @@
+"""Copies of what a save in the background writes, so that training may overwrite it.
+
+[Note: Staging memory]
+Training waits while a save copies what it will write. Most of that time goes to fresh memory, whose
+pages the system must find and clear. So a rank's copies stay where they are, and the next save
+overwrites them: it has waited for the one before. Of shards in host memory, which nobody can write
+unseen, the copies are made late, [Note: Late reads]: by the thread that writes, beside the next
+forward, and of what it has not come to before the optimizer's step, by the step.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from composable_shard.checkpoint.draft import Item
+from composable_shard.comm import HostGroup
+from composable_shard.flat_param import FlatParamHandle
+from composable_shard.tensor import (
+    FlatShard,
+    FlatShardOfDTensor,
+    WriteGuard,
+    begin_late_reads,
+    end_late_reads,
+    is_alone_in_memory,
+    kind_of,
+    local_part,
+)
+from composable_shard.torch_private import no_dispatch, storage_of
+
+_LATE_NBYTES = 1 << 16  # of the smallest copy that is made late; others take no longer than a note
+
+
+class _LateCopy:
+    """A copy that is made once, by the thread of the save or before the source is written."""
+
+    __slots__ = ("_lock", "_process", "_source", "_target")
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        self._source: Tensor | None = source
+        self._target = target
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def make(self) -> None:
+        """Make it, or wait until it is made."""
+        if self._process != os.getpid():
+            return  # in a fork, whose memory is its own, nobody would release the lock
+        with self._lock:
+            # The source is given up last: what an interrupt has left out is made by the next call.
+            if self._source is not None:
+                with no_dispatch(), torch.inference_mode(False), torch.no_grad():
+                    self._target.copy_(self._source)
+                self._source = None
+
+    def give_up(self) -> None:
+        """Let the source go, whose copy nobody will need."""
+        with self._lock:
+            self._source = None
+
+
+class LateCopies:
+    """The copies of one save that are made late, a parameter's beside those of its state."""
+
+    def __init__(self) -> None:
+        self._by_spec: dict[int, list[_LateCopy]] = {}  # by address
+        self._by_guard: dict[WriteGuard, list[_LateCopy]] = {}
+        self._by_storage: dict[int, Callable[[], None]] = {}
+        self._is_given_up = False
+
+    def add(self, shard: FlatShard, target: Tensor) -> None:
+        """Note a copy to make."""
+        made = _LateCopy(local_part(shard), target)
+        self._by_spec.setdefault(id(shard._shard_spec), []).append(made)
+        if shard._guard is None:
+            self._by_storage[storage_of(shard._local)] = made.make
+        else:
+            self._by_guard.setdefault(shard._guard, []).append(made)
+
+    def begin(self) -> None:
+        """From now on a write makes the copies of what it overwrites."""
+        for guard, copies in self._by_guard.items():
+            guard.add_read(partial(_make, copies))
+        if self._by_storage:
+            begin_late_reads(self._by_storage)
+
+    def make(self) -> None:
+        """Make all that are not made yet."""
+        try:
+            for copies in self._by_spec.values():
+                _make(copies)
+        finally:
+            self._end()
+        if self._is_given_up:
+            raise RuntimeError("save_checkpoint was interrupted on this rank")
+
+    def give_up(self) -> None:
+        """Let `make` raise, if it is under way, and leave writes alone."""
+        self._is_given_up = True  # first: `make` must not return if a copy has been left out
+        self._end()
+
+    def _end(self) -> None:
+        for each in [each for copies in self._by_spec.values() for each in copies]:
+            each.give_up()
+        if self._by_storage:
+            end_late_reads()
+
+
+def _make(copies: Sequence[_LateCopy]) -> None:
+    for each in copies:
+        each.make()
+
+
+def copy_to_host(group: HostGroup, items: Sequence[Item]) -> LateCopies:
+    """Give items memory for copies, and make those that can't be late. [Note: Staging memory]"""
+    names = {item.name for item in items}
+    kept = {name: x for name, x in group.swap_staging({}).items() if name in names}  # frees others
+    late = LateCopies()
+    # No inference tensor, which a later save, outside of inference mode, could not write.
+    with torch.inference_mode(False), torch.no_grad():
+        for item in items:
+            value, memory = item.values, kept.pop(item.name, None)
+            # First: a part is another tensor on the same memory.
+            shard = value if isinstance(value, FlatShard) and _is_written_in_sight(value) else None
+            part = local_part(value)
+            if type(part) is not Tensor:
+                item.values = part.to("cpu", copy=True)
+                continue
+            if memory is None or (memory.shape, memory.dtype) != (part.shape, part.dtype):
+                memory = torch.empty(part.shape, dtype=part.dtype, device="cpu")
+            item.values = memory
+            if shard is not None:
+                late.add(shard, memory)
+            else:
+                memory.copy_(part)
+    group.swap_staging({x.name: x.values for x in items if type(x.values) is Tensor})
+    return late
+
+
+def _is_written_in_sight(shard: FlatShard) -> bool:
+    """Return whether every write to a shard comes by us: [Note: Late reads]."""
+    spec, guard = shard._shard_spec, shard._guard
+    if (
+        spec.is_whole
+        or spec.owner is not None
+        or kind_of(shard)
+        not in (
+            FlatShard,
+            FlatShardOfDTensor,
+        )
+    ):
+        return False  # ops on whole shards may return plain views
+    local = shard._local
+    if not local.is_cpu or local.nbytes < _LATE_NBYTES:
+        return False
+    if guard is None:
+        return is_alone_in_memory(local)
+    handle = None if guard.owner is None else guard.owner()
+    if not isinstance(handle, FlatParamHandle) or guard.is_handed_out:
+        return False
+    # Full parameters show the memory of a kept buffer, and other data may have been assigned.
+    return storage_of(handle.unsharded) != storage_of(handle.local_shard) == storage_of(local)

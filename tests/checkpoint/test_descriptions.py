@@ -1,0 +1,141 @@
+"""What the ranks tell each other to plan a save: a share of the model, on any number of ranks.
+
+All ranks are threads of one process here; each has described the model as one of so many.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable_shard import fully_shard, save_checkpoint
+from composable_shard.checkpoint import saving
+from composable_shard.checkpoint.writer import SavePlan, plan_save
+from composable_shard.comm import HostGroup
+from tests.common.free_group import free_world
+
+_Mail = defaultdict[tuple[int, int], "queue.Queue[Tensor]"]  # by sender and receiver
+
+
+class _Threads(HostGroup):
+    """One rank of a group whose ranks are threads; counts the bytes and messages of each."""
+
+    def __init__(self, rank: int, size: int, mail: _Mail, counts: dict[str, Counter[int]]) -> None:
+        super().__init__(None)
+        self._group = object()  # type: ignore[assignment] # there is one
+        self.rank, self.size = rank, size
+        self._mail, self._counts = mail, counts
+
+    def _send(self, tensor: Tensor, rank: int) -> None:
+        self._counts["sent"][self.rank] += tensor.nbytes
+        self._counts["received"][rank] += tensor.nbytes
+        self._counts["messages"][self.rank] += 1
+        self._mail[self.rank, rank].put(tensor.clone())
+
+    def _take(self, tensor: Tensor, rank: int) -> None:
+        tensor.copy_(self._mail[rank, self.rank].get(timeout=30))
+
+    def _collect(self, tensor: Tensor, parts: list[Tensor]) -> None:
+        if not self.is_first:
+            self._send(tensor, 0)
+        for rank, part in enumerate(parts):
+            part.copy_(tensor) if rank == 0 else self._take(part, rank)
+
+    def _distribute(self, tensor: Tensor, parts: list[Tensor]) -> None:
+        for rank, part in enumerate(parts):
+            tensor.copy_(part) if rank == 0 else self._send(part, rank)
+        if not self.is_first:
+            self._take(tensor, 0)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        for rank in range(1, self.size) if self.is_first else ():
+            self._send(tensor, rank)
+        if not self.is_first:
+            self._take(tensor, 0)
+
+
+class _Described(Exception):
+    """Ends a save when it has described what the rank holds."""
+
+
+def _describe(rank: int, num_ranks: int, num_params: int, numel: int) -> tuple[Any, ...]:
+    """Return what `plan_save` gets on one of so many ranks, after the group."""
+    found: list[tuple[Any, ...]] = []
+
+    def note(_: HostGroup, *arguments: Any) -> None:
+        found.append(arguments)
+        raise _Described
+
+    with free_world(num_ranks, rank), pytest.MonkeyPatch.context() as patch:
+        model = nn.Sequential()
+        model.forward = lambda x: x  # type: ignore[method-assign]
+        for number in range(num_params):
+            model.register_parameter(f"weight{number}", nn.Parameter(torch.zeros(numel)))
+        fully_shard(model, check_initial_values=False)
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+        for param in model.parameters():
+            optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        patch.setattr(saving, "plan_save", note)
+        patch.setattr(saving, "quiet_group", lambda: HostGroup(None))
+        with pytest.raises(_Described):
+            save_checkpoint("run", model, optimizer, step=1)
+    return found[0]
+
+
+def _plan(num_ranks: int, num_params: int, numel: int) -> tuple[list[SavePlan], Any, int]:
+    """Return each rank's plan, what was counted, and the bytes of the tree."""
+    arguments = [_describe(rank, num_ranks, num_params, numel) for rank in range(num_ranks)]
+    mail: _Mail = defaultdict(queue.Queue)
+    for sender in range(num_ranks):
+        for receiver in {0, sender} if sender else range(num_ranks):
+            mail[sender, receiver]
+    counts: dict[str, Counter[int]] = {n: Counter() for n in ("sent", "received", "messages")}
+    plans: dict[int, SavePlan] = {}
+
+    def run(rank: int) -> None:
+        group = _Threads(rank, num_ranks, mail, counts)
+        plans[rank] = plan_save(group, *arguments[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [plans[rank] for rank in range(num_ranks)], counts, len(json.dumps(arguments[0][1]))
+
+
+def test_what_a_rank_tells_does_not_grow_with_the_ranks() -> None:
+    """Nor what it is told: eight times as many ranks hold an eighth each, of as many parameters."""
+    found = {}
+    for num_ranks in (4, 32):
+        plans, counts, tree = _plan(num_ranks, 3, 64 * num_ranks)
+        assert sum(item.region.numel for plan in plans for item in plan.items if item.owners) == (
+            2 * 3 * 64 * num_ranks
+        )
+        ranks = range(1, num_ranks)
+        found[num_ranks] = [max(counts[kind][rank] for rank in ranks) for kind in counts]
+        # The first one hears of each rank's share, not of the whole from each.
+        assert counts["received"][0] == sum(counts["sent"][rank] for rank in ranks)
+        assert counts["sent"][1] < tree
+    (few_sent, few_received, few_messages), (sent, received, messages) = found.values()
+    assert few_messages == messages == 4  # sizes and contents of two gathers
+    assert sent <= few_sent + 30  # digits of places
+    assert received <= few_received + 30
+
+
+def test_what_a_rank_tells_grows_with_what_it_holds() -> None:
+    """Of 64 parameters as many bytes as of 8, if it holds elements of as many."""
+    sent = {}
+    for num_params in (8, 64):
+        _, counts, tree = _plan(8, num_params, 32 * 8 * 8 // num_params)
+        sent[num_params] = counts["sent"][3], tree
+    (few, small_tree), (many, large_tree) = sent.values()
+    assert large_tree > 6 * small_tree
+    assert many < 4 * few
