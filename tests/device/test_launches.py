@@ -44,6 +44,7 @@ from composable_shard.runtime.reduction_queue import ReductionQueue
 from tests.common import device
 from tests.device.running import on_device
 from tests.programs.models import Net, shard_blocks, wait_for_engine
+from tests.runtime.test_failures import PlannedInterrupt
 
 FULL_SHARD, SHARD_GRAD_OP, SHARD_OPTIM, NO_SHARD = ShardingStrategy
 NUM_BLOCKS = 8
@@ -460,10 +461,6 @@ def test_the_peak_is_that_of_collectives_alone_or_within_the_bound(
 # Failures
 
 
-class _Planned(BaseException):
-    """An interrupt, or an error that no code expects."""
-
-
 def _fail_in_turn(original: Callable[..., Any], k: int, when: str) -> tuple[Any, list[int]]:
     """Return a method that raises in its k-th call, and a list with the number of its calls."""
     calls = [0]
@@ -471,10 +468,10 @@ def _fail_in_turn(original: Callable[..., Any], k: int, when: str) -> tuple[Any,
     def method(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         if calls[0] == k and when == "before":
-            raise _Planned
+            raise PlannedInterrupt
         result = original(*args, **kwargs)
         if calls[0] == k:
-            raise _Planned
+            raise PlannedInterrupt
         return result
 
     return method, calls
@@ -510,7 +507,7 @@ def test_an_interrupt_anywhere_leaves_the_next_step_right(
         original = getattr(kind, name)
         for k in itertools.count(1):
             method, calls = _fail_in_turn(original, k, when)
-            with pytest.MonkeyPatch.context() as patch, suppress(_Planned):
+            with pytest.MonkeyPatch.context() as patch, suppress(PlannedInterrupt):
                 patch.setattr(kind, name, method)
                 _go_back(model, index + 1000)
             wait_for_engine(model)
