@@ -1,10 +1,10 @@
-"""Runs a case: own, background, writers, deepspeed."""
+"""Runs a case: own, background, planning, writers, deepspeed."""
 
 import sys
 
 from benchmarks.cases import run_case
 
-CASES = ["own", "background", "writers", "deepspeed"]
+CASES = ["own", "background", "planning", "writers", "deepspeed"]
 
 if __name__ == "__main__":
     sys.exit(run_case("benchmarks.checkpoints", CASES))

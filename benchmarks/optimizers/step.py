@@ -4,8 +4,11 @@ Gloo ranks with one thread, each with the same model three times: sharded here, 
 and plain, as one rank of DDP steps it. All step on equal gradients, interleaved in one process, a
 barrier before each step and the time until the last rank is done; ratios are taken within a round.
 LBFGS asks its closure for a loss four times in a step; the closure shrinks the gradients instead of
-running the model. A peer that raises is left out. Payload: full-size bytes that a step of ours
-communicates, in multiples of the model's.
+running the model. Muon and Shampoo get the layers' matrices. Shampoo computes no roots of its
+preconditioners in these steps, and SOAP has none of more than 512 rows: the plain model would take
+minutes for a step. A peer that raises is left out. Payload: full-size bytes that a step of ours
+communicates, in multiples of the model's. Peak: MB that rank 0 holds from malloc in a step beyond
+what it held before; needs gcc.
 
 Needs the packages that `benchmarks/optimizers/lists.py` names; without one, its optimizers are left
 out.
@@ -15,6 +18,7 @@ out.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import statistics
 import warnings
@@ -25,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import peers, report
+from benchmarks import malloc_counter, peers, report
 from benchmarks.ranks import run_ranks, timed_together
 from benchmarks.rounds import interleave, ratios
 from composable_shard import count_collectives
@@ -41,9 +45,13 @@ def _class(module: str, name: str, **options: Any) -> Callable[[nn.Module], Any]
     return make
 
 
-def _muon(model: nn.Module) -> Any:
-    blocks: Any = model.layers
-    return torch.optim.Muon([param for param in blocks.parameters() if param.dim() == 2])
+def _of_matrices(module: str, name: str, **options: Any) -> Callable[[nn.Module], Any]:
+    def make(model: nn.Module) -> Any:
+        layers: Any = model.layers
+        matrices = [param for param in layers.parameters() if param.dim() == 2]
+        return getattr(importlib.import_module(module), name)(matrices, **options)
+
+    return make
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
@@ -54,9 +62,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
     "Prodigy": _class("prodigyopt", "Prodigy"),
     "Adafactor": _class("torch.optim", "Adafactor"),
     "LBFGS": _class("torch.optim", "LBFGS", lr=0.1, max_iter=4),
-    "Muon": _muon,
-    "SOAP": _class("pytorch_optimizer", "SOAP"),
-    "Shampoo": _class("pytorch_optimizer", "Shampoo"),
+    "Muon": _of_matrices("torch.optim", "Muon"),
+    "SOAP": _class("pytorch_optimizer", "SOAP", max_precondition_dim=512),
+    "Shampoo": _of_matrices("pytorch_optimizer", "Shampoo", preconditioning_compute_steps=1000),
 }
 
 
@@ -80,10 +88,11 @@ def _stepper(model: nn.Module, make: Callable[[nn.Module], Any]) -> Callable[[],
 
 
 def measure(rank: int, model_name: str, optimizer: str, rounds: int) -> dict[str, Any]:
-    """Return each peer's step times in ms, and bytes and collectives of a step of ours."""
+    """Return each peer's step times in ms and peaks in MB, and what a step of ours sends."""
     warnings.filterwarnings("ignore")
     timed: dict[str, Callable[[], float]] = {}
     failed: dict[str, str] = {}
+    peaks: dict[str, float] = {}
     sent, count = 0, 0
     models = []  # a program keeps its model: what is left of one that is gone is not timed
     for peer in PEERS:
@@ -101,10 +110,20 @@ def measure(rank: int, model_name: str, optimizer: str, rounds: int) -> dict[str
             failed[peer] = type(error).__name__
         else:
             timed[peer] = partial(timed_together, step)
+            peaks[peer] = _peak_of(step)
             if peer == "ours":
                 sent, count = sum(event.nbytes for event in log.events), len(log.events)
     times = interleave(timed, rounds, 1)
-    return {"times": times, "failed": failed, "sent": sent, "count": count}
+    return {"times": times, "failed": failed, "peaks": peaks, "sent": sent, "count": count}
+
+
+def _peak_of(step: Callable[[], None]) -> float:
+    """Return the MB that a step holds beyond what was held before."""
+    gc.collect()
+    before = malloc_counter.held_nbytes()
+    malloc_counter.restart_peak()
+    step()
+    return (malloc_counter.peak_nbytes() - before) / 1e6
 
 
 def _row(optimizer: str, found: dict[str, Any], size: int) -> list[str]:
@@ -117,7 +136,8 @@ def _row(optimizer: str, found: dict[str, Any], size: int) -> list[str]:
             cells.append(report.spread(ratios(times, "ours", peer)))
         else:
             cells.append("")
-    return [*cells, str(found["count"]), f"{found['sent'] / size:.2f}"]
+    peaks = [f"{found['peaks'][p]:.0f}" if p in found["peaks"] else "-" for p in PEERS]
+    return [*cells, str(found["count"]), f"{found['sent'] / size:.2f}", ", ".join(peaks)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -131,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = 4 * sum(param.numel() for param in make_llama(args.model).parameters())
     rows = []
     for name in args.names.split(","):
-        found = run_ranks(args.world_size, measure, args.model, name, args.rounds)
+        with malloc_counter.preloaded():
+            found = run_ranks(args.world_size, measure, args.model, name, args.rounds)
         if "ours" in found["times"]:
             print(name, statistics.median(found["times"]["ours"]), flush=True)
         rows.append(_row(name, found, size))
@@ -141,5 +162,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{args.rounds} rounds, median (lower-upper quartile), until the last rank is done",
     )
     columns = ["optimizer", "ours ms", "FSDP2 ms", "plain ms", "to FSDP2", "to plain"]
-    table = report.table([*columns, "collectives", "payload / M"], rows)
+    columns += ["collectives", "payload / M", "peak MB: ours, FSDP2, plain"]
+    table = report.table(columns, rows)
     report.emit(markdown + "\n" + table, args.output)

@@ -30,7 +30,12 @@ from composable_shard.checkpoint.file_format import (
     dtype_name,
 )
 from composable_shard.layout import Region, whole_box
-from composable_shard.state_dict import canonical, json_tree, mesh_groups, params_by_fqn
+from composable_shard.state_dict import (
+    canonical,
+    json_tree,
+    mesh_groups,
+    params_by_fqn,
+)
 from composable_shard.tensor import FlatShard, local_part, region_of
 
 Owners = tuple[str, ...]  # names of the process groups that share a tensor
@@ -48,10 +53,11 @@ class ModelOwners:
     """Which process groups share the tensors of a model. [Note: Owners]"""
 
     def __init__(self, model: nn.Module) -> None:
-        self._params = {
-            fqn: _name_groups(mesh_groups([param.handle]))
-            for fqn, param in params_by_fqn(model).items()
-        }
+        params = params_by_fqn(model)
+        # Once for each handle: a name takes the numbers of all ranks.
+        handles = dict.fromkeys(param.handle for param in params.values())
+        named = {handle: _name_groups(mesh_groups([handle])) for handle in handles}
+        self._params = {fqn: named[param.handle] for fqn, param in params.items()}
         groups = dict.fromkeys(name for names in self._params.values() for name in names)
         # Not the names of the groups: that two groups share a model joins none of its parameters.
         self._model = tuple(f"model {name}" for name in groups) or ("any model",)

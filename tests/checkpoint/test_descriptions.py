@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from composable_shard import fully_shard, save_checkpoint
-from composable_shard.checkpoint import saving
+from composable_shard.checkpoint import draft, saving
 from composable_shard.checkpoint.writer import SavePlan, plan_save
 from composable_shard.comm import HostGroup
 from tests.common.free_group import free_world
@@ -139,3 +139,19 @@ def test_what_a_rank_tells_grows_with_what_it_holds() -> None:
     (few, small_tree), (many, large_tree) = sent.values()
     assert large_tree > 6 * small_tree
     assert many < 4 * few
+
+
+def test_groups_are_named_once_for_each_handle() -> None:
+    """A name takes the numbers of all ranks, so it was most of a plan on thousands of them."""
+    names = []
+    name_groups = draft._name_groups
+
+    def note(groups: Any) -> Any:
+        names.append(name_groups(groups))
+        return names[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft, "_name_groups", note)
+        _describe(3, 8, 20, 64)
+    assert len(names) == 1
+    assert len(names[0]) == 1
