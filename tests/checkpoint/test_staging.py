@@ -9,6 +9,7 @@ import ctypes
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -440,3 +441,31 @@ def test_a_fork_writes_its_own_memory_at_once(tmp_path: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
         may_copy.set()
         save.wait()
+
+
+@distributed(2)
+def test_ranks_stay_in_step_when_only_some_have_made_their_copies(tmp_path: Path) -> None:
+    """Collectives of ops have the same names, whichever way the ops take."""
+    program, twin = _SavedProgram(), _SavedProgram()
+    for each in (program, twin):
+        each.model(rank_input(3, 7)).square().mean().backward()
+    with _copying_held() as may_copy:
+        save = save_checkpoint(tmp_path, program.model, program.optimizer, step=1, async_op=True)
+        assert isinstance(save, CheckpointSave)
+        if dist.get_rank() == 0:
+            may_copy.set()
+            while LATE_READS:
+                time.sleep(0.01)
+        for each in (program, twin):
+            nn.utils.clip_grad_norm_(each.model.parameters(), 0.01)
+            with torch.no_grad():
+                for x in [*each.params(), *each.states()]:
+                    x.div_(x.norm())
+                    if x.dim() == 2:
+                        x.mul_(x.t())  # gathers
+            each.optimizer.step()
+        assert bool(LATE_READS) == (dist.get_rank() == 1)
+        may_copy.set()
+        save.wait()
+    for value, wanted in zip(program.values(), twin.values(), strict=True):
+        assert_equal(value, wanted)
