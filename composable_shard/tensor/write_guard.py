@@ -215,8 +215,10 @@ class WriteGuard:
         self.may_have_hooks = False
 
     def set_handed_out(self) -> None:
-        """Note that a program may write to the memory without a note of it."""
+        """Note that a program may write to the memory without a note of it, from now on."""
         self.is_handed_out = True
+        if self._reads:
+            self.wait_for_reads()
 
     def add_read(self, wait: Callable[[], None]) -> None:
         """Note that a copy of the shard is to come: `wait` returns when it is done."""

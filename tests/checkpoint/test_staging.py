@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from composable_shard import (
     FlatShard,
     OffloadPolicy,
+    ShardedGradScaler,
     ShardingStrategy,
+    clip_grad_norm_,
     find_checkpoint,
     fully_shard,
     get_handles,
@@ -60,7 +62,7 @@ class _SavedProgram:
             fully_shard(layer, **policies)
         fully_shard(self.model, **policies)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **options)
-        self.kept: list[Tensor] = []  # what the program got hold of before the save
+        self.kept: list[Any] = []  # what the program got hold of before the save
         self.train()
 
     def train(self) -> None:
@@ -114,6 +116,17 @@ def _assign_data(x: Any) -> None:
 
 def _clear_memory(x: Any) -> None:
     ctypes.memset(x.data_ptr(), 0, x._local.nbytes)
+
+
+def _keep_addresses(program: _SavedProgram) -> None:
+    """Ask rows for their addresses, as each row has a local tensor of its own."""
+    rows = [each.detach().view(-1)[1:6] for each in [*program.params(), *program.states()]]
+    program.kept = [(row.data_ptr(), row._local.nbytes) for row in rows]
+
+
+def _clear_kept(program: _SavedProgram) -> None:
+    for address, nbytes in program.kept:
+        ctypes.memset(address, 0, nbytes)
 
 
 def _on_lists(program: _SavedProgram) -> None:
@@ -206,6 +219,7 @@ _PROGRAMS: dict[str, Any] = {
     "kept columns": _got_before(lambda x: x.detach().view(-1)[::2]),
     "kept local": _got_before(lambda x: x.to_local()),
     "kept local row": _got_before(lambda x: x.detach().view(-1)[1:6].to_local()),
+    "kept address": (_keep_addresses, _clear_kept),
     "whole": _edit_whole,
     "unsharded": _edit_unsharded,
     "forward": _edit_in_forward,
@@ -441,6 +455,48 @@ def test_a_fork_writes_its_own_memory_at_once(tmp_path: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
         may_copy.set()
         save.wait()
+
+
+def _unscale(model: nn.Module) -> None:
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(1))
+    scaler.unscale_(torch.optim.SGD(model.parameters()))
+
+
+def _edit_gradients(model: nn.Module) -> None:
+    with unshard_params(model, with_grads=True):
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(3)
+
+
+_GRADIENT_EDITS: dict[str, Callable[[nn.Module], object]] = {
+    "backward": lambda model: model(rank_input(3, 7)).sum().backward(),
+    "clip": lambda model: clip_grad_norm_(model, 1e-3),
+    "torch's clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "unscale": _unscale,
+    "whole": _edit_gradients,
+}
+
+
+@pytest.mark.parametrize("name", _GRADIENT_EDITS)
+@distributed(2)
+def test_saved_gradients_are_copied_before_they_change(tmp_path: Path, name: str) -> None:
+    """A run that accumulates may save them; the library writes to their slices without an op."""
+    model = seeded(lambda: nn.Sequential(*(nn.Linear(7, 7, bias=False) for _ in range(3))))
+    for layer in model:
+        fully_shard(layer)
+    model(rank_input(3, 7)).square().mean().backward()
+    extra = {name: param.grad for name, param in model.named_parameters()}
+    expected = save_checkpoint(tmp_path / "at once", model, step=1, extra=extra)
+    assert isinstance(expected, Path)
+    with _copying_held() as may_copy:
+        save = save_checkpoint(tmp_path / "late", model, step=1, extra=extra, async_op=True)
+        assert isinstance(save, CheckpointSave)
+        assert LATE_READS
+        _GRADIENT_EDITS[name](model)
+        may_copy.set()
+        assert _files(save.wait()) == _files(expected)
 
 
 @distributed(2)
