@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -228,6 +229,9 @@ class WriteGuard:
 
     def wait_for_reads(self) -> None:
         """Wait until no copy reads the shard, which is about to be written."""
-        while self._reads:
-            self._reads[-1]()
-            self._reads.pop()  # not before: an interrupt of the wait leaves it to the next write
+        while reads := tuple(self._reads):
+            for wait in reads:
+                wait()
+                # Not before: an interrupt of the wait leaves it to the next write.
+                with suppress(ValueError):  # another thread has waited too, and was first
+                    self._reads.remove(wait)

@@ -10,6 +10,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ from composable_shard import (
 from composable_shard.checkpoint import CheckpointSave, staging
 from composable_shard.tensor import DIRECT_OPS
 from composable_shard.tensor.late_reads import LATE_READS
+from composable_shard.torch_private import no_dispatch
 from tests.harness.assertions import assert_equal
 from tests.harness.ranks import distributed
 from tests.programs.models import rank_input, seeded
@@ -352,9 +354,9 @@ def test_ops_are_as_usual_when_the_copies_are_made(tmp_path: Path) -> None:
         may_copy.set()
         save.wait()
     assert {name: vars(FlatShard)[name] for name in usual} == usual
-    sources = [copy._source for handle in get_handles(program.model) for copy in _copies(handle)]
-    assert sources
-    assert set(sources) == {None}
+    left = [copy._both for handle in get_handles(program.model) for copy in _copies(handle)]
+    assert left
+    assert set(left) == {None}
 
 
 def _copies(handle: Any) -> list[Any]:
@@ -373,7 +375,7 @@ def test_an_error_of_a_late_copy_is_told_on_all_ranks(tmp_path: Path) -> None:
         save = save_checkpoint(tmp_path, program.model, program.optimizer, step=1, async_op=True)
         assert isinstance(save, CheckpointSave)
         if dist.get_rank() == 1:
-            patch.setattr(staging._LateCopy, "make", fail)
+            patch.setattr(staging._LateCopy, "make_in_thread", fail)
         may_copy.set()
         with pytest.raises(RuntimeError, match=r"a checkpoint was not saved: .*planned"):
             save.wait()
@@ -497,6 +499,93 @@ def test_saved_gradients_are_copied_before_they_change(tmp_path: Path, name: str
         _GRADIENT_EDITS[name](model)
         may_copy.set()
         assert _files(save.wait()) == _files(expected)
+
+
+@distributed(2)
+def test_threads_that_write_one_shard_wait_for_its_copy(tmp_path: Path) -> None:
+    """Each of them until it is made."""
+    program = _SavedProgram()
+    expected = save_checkpoint(tmp_path / "at once", program.model, program.optimizer, step=1)
+    assert isinstance(expected, Path)
+    errors: list[BaseException] = []
+    make = staging._LateCopy.make
+
+    def make_slowly(copy: staging._LateCopy) -> None:
+        make(copy)
+        time.sleep(0.02)  # in which the other thread comes to the same place
+
+    def write() -> None:
+        try:
+            with torch.no_grad():
+                for param in program.params():
+                    param.add_(1)
+        except BaseException as error:
+            errors.append(error)
+
+    with pytest.MonkeyPatch.context() as patch, _copying_held() as may_copy:
+        patch.setattr(staging._LateCopy, "make", make_slowly)
+        save = save_checkpoint(
+            tmp_path / "late", program.model, program.optimizer, step=1, async_op=True
+        )
+        assert isinstance(save, CheckpointSave)
+        threads = [threading.Thread(target=write) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        may_copy.set()
+        assert _files(save.wait()) == _files(expected)
+    assert not errors
+
+
+@distributed(2)
+def test_the_memory_of_a_save_is_freed_by_that_of_another_model(tmp_path: Path) -> None:
+    """Though nobody writes to the parameters, which are frozen."""
+    program, other = _SavedProgram(), _SavedProgram()
+    with _copying_held() as may_copy:
+        save = save_checkpoint(tmp_path, program.model, program.optimizer, step=1, async_op=True)
+        assert isinstance(save, CheckpointSave)
+        copies = [each for handle in get_handles(program.model) for each in _copies(handle)]
+        memory = [weakref.ref(each._both[1]) for each in copies if each._both is not None]
+        may_copy.set()
+        save.wait()
+    assert memory
+    save_checkpoint(tmp_path, nn.ModuleDict({"other": other.model}), step=2, async_op=True)
+    del save
+    gc.collect()
+    assert [each() for each in memory if each() is not None] == []
+
+
+@distributed(2)
+def test_a_handler_may_wait_for_the_save_and_write(tmp_path: Path) -> None:
+    """A signal comes while the step makes a copy; SIGTERM's handler waits, and writes."""
+    program = _SavedProgram()
+    expected = save_checkpoint(tmp_path / "at once", program.model, program.optimizer, step=1)
+    assert isinstance(expected, Path)
+    saves: list[CheckpointSave] = []
+    found: list[Path] = []
+
+    @contextmanager
+    def handled() -> Iterator[None]:
+        if threading.current_thread() is threading.main_thread() and not found:
+            may_copy.set()
+            found.append(Path())
+            found.append(saves[0].wait())
+            with torch.no_grad():
+                for each in [*program.params(), *program.states()]:
+                    each.mul_(3)
+        with no_dispatch():
+            yield
+
+    with pytest.MonkeyPatch.context() as patch, _copying_held() as may_copy:
+        patch.setattr(staging, "no_dispatch", handled)
+        save = save_checkpoint(
+            tmp_path / "late", program.model, program.optimizer, step=1, async_op=True
+        )
+        assert isinstance(save, CheckpointSave)
+        saves.append(save)
+        program.train()
+        assert _files(found[1]) == _files(expected)
 
 
 @distributed(2)
