@@ -37,31 +37,54 @@ _LATE_NBYTES = 1 << 16  # of the smallest copy that is made late; others take no
 
 
 class _LateCopy:
-    """A copy that is made once, by the thread of the save or before the source is written."""
+    """A copy that is made once, by the thread of the save or before the source is written.
 
-    __slots__ = ("_lock", "_process", "_source", "_target")
+    A write waits for the thread, but the thread for no write: the handler of a signal may wait for
+    the save, and the write that it has interrupted goes on after that. So the thread makes a copy
+    that is under way once more. Either it sees that the copy is made, or the write sees the thread.
+    """
+
+    __slots__ = ("_both", "_lock", "_process", "_thread_has_left")
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
-        self._source: Tensor | None = source
-        self._target = target
-        self._lock = threading.Lock()
+        self._both: tuple[Tensor, Tensor] | None = source, target
+        self._lock = threading.RLock()  # of writes; the handler of a signal may write, too
+        self._thread_has_left: threading.Event | None = None  # None: it has not come
         self._process = os.getpid()
 
     def make(self) -> None:
-        """Make it, or wait until it is made."""
+        """Make it for a write, or wait until it is made."""
         if self._process != os.getpid():
             return  # in a fork, whose memory is its own, nobody would release the lock
+        self._wait_for_thread()
         with self._lock:
-            # The source is given up last: what an interrupt has left out is made by the next call.
-            if self._source is not None:
-                with no_dispatch(), torch.inference_mode(False), torch.no_grad():
-                    self._target.copy_(self._source)
-                self._source = None
+            self._copy()
+        self._wait_for_thread()  # it may have come meanwhile
+
+    def make_in_thread(self) -> None:
+        """Make it for the save, or nothing if it is made."""
+        self._thread_has_left = threading.Event()
+        try:
+            self._copy()
+        finally:
+            self._thread_has_left.set()
 
     def give_up(self) -> None:
-        """Let the source go, whose copy nobody will need."""
-        with self._lock:
-            self._source = None
+        """Let the source go, whose copy nobody will need, and the target."""
+        self._both = None
+
+    def _copy(self) -> None:
+        if self._both is None:
+            return
+        with no_dispatch(), torch.inference_mode(False), torch.no_grad():
+            if self._both is not None:  # asked again: a handler may have made it, and written
+                source, target = self._both
+                target.copy_(source)
+        self._both = None  # last: what an interrupt has left out is made by the next call
+
+    def _wait_for_thread(self) -> None:
+        if self._thread_has_left is not None:
+            self._thread_has_left.wait()
 
 
 class LateCopies:
@@ -92,8 +115,8 @@ class LateCopies:
     def make(self) -> None:
         """Make all that are not made yet."""
         try:
-            for copies in self._by_spec.values():
-                _make(copies)
+            for each in self._all():
+                each.make_in_thread()
         finally:
             self._end()
         if self._is_given_up:
@@ -104,8 +127,11 @@ class LateCopies:
         self._is_given_up = True  # first: `make` must not return if a copy has been left out
         self._end()
 
+    def _all(self) -> list[_LateCopy]:
+        return [each for copies in self._by_spec.values() for each in copies]
+
     def _end(self) -> None:
-        for each in [each for copies in self._by_spec.values() for each in copies]:
+        for each in self._all():
             each.give_up()
         if self._by_storage:
             end_late_reads()

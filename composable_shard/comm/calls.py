@@ -18,6 +18,7 @@ import torch
 _PACKAGE = __name__.partition(".")[0]
 _TORCH = torch.__name__
 _TRANSPARENT = sys.stdlib_module_names - {"__main__"}
+_WAYS_TO_OPS = frozenset({"__torch_function__", "run_direct_op"})  # that not all ranks take
 _PLAIN = (bool, int, float)
 _packages: dict[Any, str] = {}  # by the name of a module: each collective walks some frames
 
@@ -34,8 +35,8 @@ def find_call(frame: FrameType | None) -> tuple[str, bool, FrameType | None]:
         if package is None:
             package = _packages[module] = str(module).partition(".")[0]
         if package == _PACKAGE:
-            # On some ranks a `LeadingShard` may be first in a list: the op is the same.
-            ours = ours if frame.f_code.co_name == "__torch_function__" else frame
+            # The op is the same where a `LeadingShard` is first in a list, or direct ops are off.
+            ours = ours if frame.f_code.co_name in _WAYS_TO_OPS else frame
         elif package == _TORCH:
             name = name or f"{frame.f_code.co_name}()"
         elif package not in _TRANSPARENT:

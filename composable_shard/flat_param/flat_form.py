@@ -32,6 +32,7 @@ from composable_shard.tensor import (
     FlatShard,
     ShardSpec,
     flat_spec,
+    note_write_to_local,
     reduced_gradient,
     refuse_flat_dtensors,
     wrap,
@@ -316,6 +317,7 @@ class FlatForm(OriginalsAgain):
             for each in indices:
                 used[each] = False
                 if isinstance(grad, FlatShard):
+                    note_write_to_local(grad)
                     self.entries[each].slice_of(grad._local).zero_()
             flat.used, flat.sharded.grad = used, None
             if isinstance(grad, FlatShard) and any(used):

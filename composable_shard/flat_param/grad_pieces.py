@@ -33,6 +33,7 @@ from composable_shard.comm import ShardGroup
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
+    LATE_READS,
     FlatShard,
     ShardSpec,
     rebind,
@@ -103,10 +104,12 @@ def add_gradients(
             grad = param.own_grad
             if grad is None:
                 param.own_grad = shard
-            elif isinstance(grad, FlatShard) and grad._local.shape == shard._local.shape:
-                grad._local.add_(shard._local)
-            else:
-                checked_gradient(param, grad)._local.add_(shard._local)
+                continue
+            if not isinstance(grad, FlatShard) or grad._local.shape != shard._local.shape:
+                grad = checked_gradient(param, grad)
+            if LATE_READS.are_there:
+                LATE_READS.make(grad._local)
+            grad._local.add_(shard._local)
 
 
 def checked_gradient(param: FlatShard, grad: Tensor) -> FlatShard:

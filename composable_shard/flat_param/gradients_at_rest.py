@@ -9,7 +9,13 @@ from torch import Tensor
 
 from composable_shard.flat_param.grad_pieces import checked_gradient, local_gradient
 from composable_shard.flat_param.handle import FlatParamHandle
-from composable_shard.tensor import FlatShard, own_gradient, reduced_gradient, set_gradient
+from composable_shard.tensor import (
+    FlatShard,
+    note_write_to_local,
+    own_gradient,
+    reduced_gradient,
+    set_gradient,
+)
 
 
 def drop_gradient(handle: FlatParamHandle, index: int) -> None:
@@ -44,6 +50,7 @@ def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -
     for shown in handle.shown.at_rest:
         grad = reduced_gradient(shown.sharded)
         if isinstance(grad, FlatShard):
+            note_write_to_local(grad)
             grad._local.copy_(shown.slice_of(shard))
     for index in compress(count(), dropped):
         drop_gradient(handle, index)

@@ -21,7 +21,7 @@ from composable_shard.tensor import (
     Slices,
     combine,
     group_slices,
-    note_write,
+    note_write_to_local,
     total_norms,
 )
 from composable_shard.torch_private import (
@@ -108,7 +108,7 @@ def clip_grad_norm_(
             "them anyway."
         )
     for shard in shards:
-        note_write(shard)
+        note_write_to_local(shard)
     bump_version((*grads, *shards))  # as autograd may have saved them
     _scale(slices, grads, max_norm, norm)
     return norm

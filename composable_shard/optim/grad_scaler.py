@@ -15,7 +15,7 @@ from composable_shard.comm import all_reduce, resolve_group
 from composable_shard.optim.other_owners import handles_of
 from composable_shard.tensor import (
     FlatShard,
-    note_write,
+    note_write_to_local,
     reduction_groups,
 )
 from composable_shard.torch_private import (
@@ -60,7 +60,7 @@ def _local_gradients(params: list[Tensor], allow_fp16: bool) -> Iterator[Tensor]
         if grad.dtype is torch.float16 and not allow_fp16:
             raise ValueError("Attempting to unscale FP16 gradients.")
         if isinstance(grad, FlatShard):
-            note_write(grad)
+            note_write_to_local(grad)
             bump_version((grad,))
             yield grad._local
         elif grad.is_sparse:

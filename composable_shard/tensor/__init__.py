@@ -34,7 +34,7 @@ from composable_shard.tensor.gradient_rules import (
     total_norms,
 )
 from composable_shard.tensor.labels import ParamLabel, UnitLabel
-from composable_shard.tensor.late_reads import is_alone_in_memory
+from composable_shard.tensor.late_reads import LATE_READS, is_alone_in_memory
 from composable_shard.tensor.op_rules import register_op_rules
 from composable_shard.tensor.operands import (
     find_places,
@@ -42,6 +42,7 @@ from composable_shard.tensor.operands import (
     local_part,
     needs_gather,
     note_write,
+    note_write_to_local,
     region_of,
     slice_given,
 )

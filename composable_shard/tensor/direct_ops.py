@@ -41,7 +41,7 @@ def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
     is_in_place = name.endswith("_") and not name.endswith("__")
 
     # Operands have names, and there is no helper: tuples and calls would cost a third of the time.
-    def run(  # noqa: C901 -- in line, for that
+    def run_direct_op(  # noqa: C901 -- in line, for that
         self: FlatShard, one: Any = _ABSENT, two: Any = _ABSENT, /, *others: Any, **kwargs: Any
     ) -> Any:
         if others or num_dispatch_modes() or num_function_modes():
@@ -78,10 +78,10 @@ def _direct(name: str) -> Callable[..., Any]:  # noqa: C901 -- as `run`
             return plain(*_given(self, one, two), **kwargs)
         return self if is_in_place else wrap(result, spec)
 
-    run.__name__ = name
-    run.__qualname__ = f"FlatShard.{name}"
-    run.__doc__ = f"Run `torch.Tensor.{name}` on the slices alone."
-    return run
+    run_direct_op.__name__ = name
+    run_direct_op.__qualname__ = f"FlatShard.{name}"
+    run_direct_op.__doc__ = f"Run `torch.Tensor.{name}` on the slices alone."
+    return run_direct_op
 
 
 DIRECT_OPS = (

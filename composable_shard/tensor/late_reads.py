@@ -3,9 +3,10 @@
 [Note: Late reads]
 A save in the background reads what training is about to overwrite. A shard may be read late if
 every way to write to it leads through code of ours, which makes the read first: ops on shards, and
-the functions that call `WriteGuard.wait_for_reads`. So no other tensor may share its memory, and no
-program may have got hold of it: by `to_local()`, by its address, or as a compiler does. Whoever
-comes first makes a read, the thread of the save or the write.
+the functions that call `WriteGuard.wait_for_reads`, or `LateReads.make` for gradients, which a
+program may save too. So no other tensor may share its memory, and no program may have got hold of
+it: by `to_local()`, by its address, or as a compiler does. Whoever comes first makes a read, the
+thread of the save or the write.
 """
 
 from __future__ import annotations
@@ -19,21 +20,27 @@ from composable_shard.torch_private import storage_of, storage_uses_of
 
 
 class LateReads:
-    """The reads that a write has to make first, by the storage that they read."""
+    """The reads that a write has to make first, by the storage that they read.
+
+    Attributes:
+        are_there: Whether there are any; to ask costs no call.
+    """
+
+    are_there = False
 
     def __init__(self) -> None:
         self._reads: dict[int, Callable[[], None]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._reads)
+        return self.are_there
 
     def begin(self, reads: dict[int, Callable[[], None]]) -> None:
         """Note reads to come."""
-        self._reads = reads
+        self._reads, self.are_there = reads, True
 
     def end(self) -> None:
         """Forget them, for they have been made."""
-        self._reads = {}
+        self._reads, self.are_there = {}, False
 
     def make(self, local: Tensor) -> None:
         """Make the reads of a shard's local tensor that are still to come."""
@@ -50,12 +57,13 @@ def hand_out(local: Tensor, guard: Any) -> None:
     if guard is not None:
         guard.set_handed_out()  # of all aliases, and of the handle's other parameters
     else:
-        local.was_handed_out = True  # type: ignore[attr-defined] # aliases share the object
+        # On the storage: a row, and a view as another dtype, have a local tensor of their own.
+        local.untyped_storage().was_handed_out = True  # type: ignore[attr-defined]
     if LATE_READS:
         LATE_READS.make(local)
 
 
 def is_alone_in_memory(local: Tensor) -> bool:
     """Return whether a local tensor without guard is the only way to its memory."""
-    was_handed_out = getattr(local, "was_handed_out", False)
+    was_handed_out = getattr(local.untyped_storage(), "was_handed_out", False)
     return not was_handed_out and storage_uses_of(local) == 1 and not local.is_shared()

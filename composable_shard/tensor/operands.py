@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composable_shard.layout import Region, whole
 from composable_shard.options import OWNED, OWNED_IN_GRAPH, OWNED_IN_STEP
 from composable_shard.tensor.flat_shard import FlatShard
+from composable_shard.tensor.late_reads import LATE_READS
 from composable_shard.tensor.rule_table import NeedsWhole
 from composable_shard.tensor.shard_spec import ShardSpec, local_box
 from composable_shard.torch_private import (
@@ -57,6 +58,13 @@ def note_write(shard: FlatShard) -> None:
     """Tell the shard's guard, if it has one, that the shard is about to be written."""
     if shard._guard is not None:
         shard._guard.note_write(shard._shard_spec.label.fqn)
+
+
+def note_write_to_local(shard: FlatShard) -> None:
+    """Tell that the slice of a shard is about to be written, not by an op on the shard."""
+    note_write(shard)
+    if LATE_READS.are_there:
+        LATE_READS.make(shard._local)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -26,7 +26,7 @@ def begin_late_reads(reads: dict[int, Callable[[], None]]) -> None:
     """Let ops make reads, by storage, before they write there, until `end_late_reads`."""
     LATE_READS.begin(reads)
     watched = {name: getattr(Tensor, name) for name in DIRECT_OPS}
-    for name, way in {**watched, "__torch_dispatch__": classmethod(_dispatch)}.items():
+    for name, way in {**watched, "__torch_dispatch__": classmethod(__torch_dispatch__)}.items():
         setattr(FlatShard, name, way)
     OP_RULES.on_lists = _leave_to_ops
 
@@ -43,7 +43,8 @@ def _leave_to_ops(*_: Any) -> Any:
     return NotImplemented
 
 
-def _dispatch(
+# Under this name, as collectives have the name of the op: other ranks may have made their copies.
+def __torch_dispatch__(
     cls: type[FlatShard],
     func: OpOverload,
     types: tuple[type, ...],

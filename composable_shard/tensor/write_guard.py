@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -211,8 +212,10 @@ class WriteGuard:
         self.may_have_hooks = False
 
     def set_handed_out(self) -> None:
-        """Note that a program may write to the memory without a note of it."""
+        """Note that a program may write to the memory without a note of it, from now on."""
         self.is_handed_out = True
+        if self._reads:
+            self.wait_for_reads()
 
     def add_read(self, wait: Callable[[], None]) -> None:
         """Note that a copy of the shard is to come: `wait` returns when it is done."""
@@ -222,6 +225,9 @@ class WriteGuard:
 
     def wait_for_reads(self) -> None:
         """Wait until no copy reads the shard, which is about to be written."""
-        while self._reads:
-            self._reads[-1]()
-            self._reads.pop()  # not before: an interrupt of the wait leaves it to the next write
+        while reads := tuple(self._reads):
+            for wait in reads:
+                wait()
+                # Not before: an interrupt of the wait leaves it to the next write.
+                with suppress(ValueError):  # another thread has waited too, and was first
+                    self._reads.remove(wait)

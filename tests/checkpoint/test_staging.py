@@ -9,6 +9,8 @@ import ctypes
 import gc
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,9 @@ from torch import Tensor, nn
 from composable_shard import (
     FlatShard,
     OffloadPolicy,
+    ShardedGradScaler,
     ShardingStrategy,
+    clip_grad_norm_,
     find_checkpoint,
     fully_shard,
     get_handles,
@@ -38,6 +42,7 @@ from composable_shard import (
 from composable_shard.checkpoint import CheckpointSave, staging
 from composable_shard.tensor import DIRECT_OPS
 from composable_shard.tensor.late_reads import LATE_READS
+from composable_shard.torch_private import no_dispatch
 from tests.harness.assertions import assert_equal
 from tests.harness.ranks import distributed
 from tests.programs.models import rank_input, seeded
@@ -59,7 +64,7 @@ class _SavedProgram:
             fully_shard(layer, **policies)
         fully_shard(self.model, **policies)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **options)
-        self.kept: list[Tensor] = []  # what the program got hold of before the save
+        self.kept: list[Any] = []  # what the program got hold of before the save
         self.train()
 
     def train(self) -> None:
@@ -113,6 +118,17 @@ def _assign_data(x: Any) -> None:
 
 def _clear_memory(x: Any) -> None:
     ctypes.memset(x.data_ptr(), 0, x._local.nbytes)
+
+
+def _keep_addresses(program: _SavedProgram) -> None:
+    """Ask rows for their addresses, as each row has a local tensor of its own."""
+    rows = [each.detach().view(-1)[1:6] for each in [*program.params(), *program.states()]]
+    program.kept = [(row.data_ptr(), row._local.nbytes) for row in rows]
+
+
+def _clear_kept(program: _SavedProgram) -> None:
+    for address, nbytes in program.kept:
+        ctypes.memset(address, 0, nbytes)
 
 
 def _on_lists(program: _SavedProgram) -> None:
@@ -205,6 +221,7 @@ _PROGRAMS: dict[str, Any] = {
     "kept columns": _got_before(lambda x: x.detach().view(-1)[::2]),
     "kept local": _got_before(lambda x: x.to_local()),
     "kept local row": _got_before(lambda x: x.detach().view(-1)[1:6].to_local()),
+    "kept address": (_keep_addresses, _clear_kept),
     "whole": _edit_whole,
     "unsharded": _edit_unsharded,
     "forward": _edit_in_forward,
@@ -337,9 +354,9 @@ def test_ops_are_as_usual_when_the_copies_are_made(tmp_path: Path) -> None:
         may_copy.set()
         save.wait()
     assert {name: vars(FlatShard)[name] for name in usual} == usual
-    sources = [copy._source for handle in get_handles(program.model) for copy in _copies(handle)]
-    assert sources
-    assert set(sources) == {None}
+    left = [copy._both for handle in get_handles(program.model) for copy in _copies(handle)]
+    assert left
+    assert set(left) == {None}
 
 
 def _copies(handle: Any) -> list[Any]:
@@ -358,7 +375,7 @@ def test_an_error_of_a_late_copy_is_told_on_all_ranks(tmp_path: Path) -> None:
         save = save_checkpoint(tmp_path, program.model, program.optimizer, step=1, async_op=True)
         assert isinstance(save, CheckpointSave)
         if dist.get_rank() == 1:
-            patch.setattr(staging._LateCopy, "make", fail)
+            patch.setattr(staging._LateCopy, "make_in_thread", fail)
         may_copy.set()
         with pytest.raises(RuntimeError, match=r"a checkpoint was not saved: .*planned"):
             save.wait()
@@ -440,3 +457,160 @@ def test_a_fork_writes_its_own_memory_at_once(tmp_path: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
         may_copy.set()
         save.wait()
+
+
+def _unscale(model: nn.Module) -> None:
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(1))
+    scaler.unscale_(torch.optim.SGD(model.parameters()))
+
+
+def _edit_gradients(model: nn.Module) -> None:
+    with unshard_params(model, with_grads=True):
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(3)
+
+
+_GRADIENT_EDITS: dict[str, Callable[[nn.Module], object]] = {
+    "backward": lambda model: model(rank_input(3, 7)).sum().backward(),
+    "clip": lambda model: clip_grad_norm_(model, 1e-3),
+    "torch's clip": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "unscale": _unscale,
+    "whole": _edit_gradients,
+}
+
+
+@pytest.mark.parametrize("name", _GRADIENT_EDITS)
+@distributed(2)
+def test_saved_gradients_are_copied_before_they_change(tmp_path: Path, name: str) -> None:
+    """A run that accumulates may save them; the library writes to their slices without an op."""
+    model = seeded(lambda: nn.Sequential(*(nn.Linear(7, 7, bias=False) for _ in range(3))))
+    for layer in model:
+        fully_shard(layer)
+    model(rank_input(3, 7)).square().mean().backward()
+    extra = {name: param.grad for name, param in model.named_parameters()}
+    expected = save_checkpoint(tmp_path / "at once", model, step=1, extra=extra)
+    assert isinstance(expected, Path)
+    with _copying_held() as may_copy:
+        save = save_checkpoint(tmp_path / "late", model, step=1, extra=extra, async_op=True)
+        assert isinstance(save, CheckpointSave)
+        assert LATE_READS
+        _GRADIENT_EDITS[name](model)
+        may_copy.set()
+        assert _files(save.wait()) == _files(expected)
+
+
+@distributed(2)
+def test_threads_that_write_one_shard_wait_for_its_copy(tmp_path: Path) -> None:
+    """Each of them until it is made."""
+    program = _SavedProgram()
+    expected = save_checkpoint(tmp_path / "at once", program.model, program.optimizer, step=1)
+    assert isinstance(expected, Path)
+    errors: list[BaseException] = []
+    make = staging._LateCopy.make
+
+    def make_slowly(copy: staging._LateCopy) -> None:
+        make(copy)
+        time.sleep(0.02)  # in which the other thread comes to the same place
+
+    def write() -> None:
+        try:
+            with torch.no_grad():
+                for param in program.params():
+                    param.add_(1)
+        except BaseException as error:
+            errors.append(error)
+
+    with pytest.MonkeyPatch.context() as patch, _copying_held() as may_copy:
+        patch.setattr(staging._LateCopy, "make", make_slowly)
+        save = save_checkpoint(
+            tmp_path / "late", program.model, program.optimizer, step=1, async_op=True
+        )
+        assert isinstance(save, CheckpointSave)
+        threads = [threading.Thread(target=write) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        may_copy.set()
+        assert _files(save.wait()) == _files(expected)
+    assert not errors
+
+
+@distributed(2)
+def test_the_memory_of_a_save_is_freed_by_that_of_another_model(tmp_path: Path) -> None:
+    """Though nobody writes to the parameters, which are frozen."""
+    program, other = _SavedProgram(), _SavedProgram()
+    with _copying_held() as may_copy:
+        save = save_checkpoint(tmp_path, program.model, program.optimizer, step=1, async_op=True)
+        assert isinstance(save, CheckpointSave)
+        copies = [each for handle in get_handles(program.model) for each in _copies(handle)]
+        memory = [weakref.ref(each._both[1]) for each in copies if each._both is not None]
+        may_copy.set()
+        save.wait()
+    assert memory
+    save_checkpoint(tmp_path, nn.ModuleDict({"other": other.model}), step=2, async_op=True)
+    del save
+    gc.collect()
+    assert [each() for each in memory if each() is not None] == []
+
+
+@distributed(2)
+def test_a_handler_may_wait_for_the_save_and_write(tmp_path: Path) -> None:
+    """A signal comes while the step makes a copy; SIGTERM's handler waits, and writes."""
+    program = _SavedProgram()
+    expected = save_checkpoint(tmp_path / "at once", program.model, program.optimizer, step=1)
+    assert isinstance(expected, Path)
+    saves: list[CheckpointSave] = []
+    found: list[Path] = []
+
+    @contextmanager
+    def handled() -> Iterator[None]:
+        if threading.current_thread() is threading.main_thread() and not found:
+            may_copy.set()
+            found.append(Path())
+            found.append(saves[0].wait())
+            with torch.no_grad():
+                for each in [*program.params(), *program.states()]:
+                    each.mul_(3)
+        with no_dispatch():
+            yield
+
+    with pytest.MonkeyPatch.context() as patch, _copying_held() as may_copy:
+        patch.setattr(staging, "no_dispatch", handled)
+        save = save_checkpoint(
+            tmp_path / "late", program.model, program.optimizer, step=1, async_op=True
+        )
+        assert isinstance(save, CheckpointSave)
+        saves.append(save)
+        program.train()
+        assert _files(found[1]) == _files(expected)
+
+
+@distributed(2)
+def test_ranks_stay_in_step_when_only_some_have_made_their_copies(tmp_path: Path) -> None:
+    """Collectives of ops have the same names, whichever way the ops take."""
+    program, twin = _SavedProgram(), _SavedProgram()
+    for each in (program, twin):
+        each.model(rank_input(3, 7)).square().mean().backward()
+    with _copying_held() as may_copy:
+        save = save_checkpoint(tmp_path, program.model, program.optimizer, step=1, async_op=True)
+        assert isinstance(save, CheckpointSave)
+        if dist.get_rank() == 0:
+            may_copy.set()
+            while LATE_READS:
+                time.sleep(0.01)
+        for each in (program, twin):
+            nn.utils.clip_grad_norm_(each.model.parameters(), 0.01)
+            with torch.no_grad():
+                for x in [*each.params(), *each.states()]:
+                    x.div_(x.norm())
+                    if x.dim() == 2:
+                        x.mul_(x.t())  # gathers
+            each.optimizer.step()
+        assert bool(LATE_READS) == (dist.get_rank() == 1)
+        may_copy.set()
+        save.wait()
+    for value, wanted in zip(program.values(), twin.values(), strict=True):
+        assert_equal(value, wanted)
