@@ -95,7 +95,7 @@ class Codec:
         self.shard, self._extension, self._dtype = shard, extension, dtype
         # The memory that modules see, as bytes; empty until the parameter is made
         self.buffer = torch.empty(0, dtype=torch.uint8, device=shard.device)
-        self.output = self.buffer.data  # an alias of it
+        self.unversioned = self.buffer.data  # an alias of it
         ranks = shard.shard_group
         is_whole = ranks.size < ranks.group.size()
         group = SmallGroup.of(ranks, 1).group if is_whole else ranks.group
@@ -121,7 +121,7 @@ class Codec:
         self._memory = [gathered, *inner]
         # Modules see memory that the class has made, or the gathered outputs.
         self.buffer.set_(self._memory[-1].untyped_storage())
-        self.output.set_(self.buffer.untyped_storage())
+        self.unversioned.set_(self.buffer.untyped_storage())
         spec = entry.spec
         if whole.shape != spec.dense_shape:  # padded
             whole = whole.as_strided(spec.dense_shape, spec.dense_stride, 0)
@@ -243,7 +243,7 @@ class ExtendedValues(FullValues):
 
     def __init__(self, codec: Codec, *, is_kept: bool) -> None:
         buffer = codec.buffer
-        super().__init__(codec.shard, buffer, codec.output, buffer, is_kept=is_kept)
+        super().__init__(codec.shard, buffer, codec.unversioned, buffer, is_kept=is_kept)
         self.params = ExtendedParams(codec, self.readers)
 
     def set_small_group(self, group: SmallGroup | None) -> None:

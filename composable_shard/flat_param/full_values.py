@@ -72,23 +72,23 @@ class FullState(Enum):
     STALE = "full values of shards that were written since"
     PARTIAL = "no full values; this rank keeps its part for a small group"
     HOLDS_GRADIENTS = "gradients in the place of values, [Note: Packing in place]"
-    HOLDS_TERMS = "scratch memory of a reduction: what other ranks sent of gradients elsewhere"
+    IS_SCRATCH = "scratch memory of a reduction: what other ranks sent of gradients elsewhere"
 
     __hash__ = object.__hash__  # Enum's own is a slow Python function
 
 
-FREED, GATHERING, CURRENT, STALE, PARTIAL, HOLDS_GRADIENTS, HOLDS_TERMS = FullState
+FREED, GATHERING, CURRENT, STALE, PARTIAL, HOLDS_GRADIENTS, IS_SCRATCH = FullState
 HAVE_VALUES = CURRENT, STALE, GATHERING  # full values are there, or a gather still writes them
-_HOLD_NO_VALUES = FREED, HOLDS_GRADIENTS, HOLDS_TERMS
+_HOLD_NO_VALUES = FREED, HOLDS_GRADIENTS, IS_SCRATCH
 
 MOVES: dict[FullState, frozenset[FullState]] = {
-    FREED: frozenset({GATHERING, HOLDS_TERMS}),
+    FREED: frozenset({GATHERING, IS_SCRATCH}),
     GATHERING: frozenset({CURRENT, FREED}),
-    CURRENT: frozenset({STALE, FREED, PARTIAL, HOLDS_GRADIENTS, HOLDS_TERMS}),
-    STALE: frozenset({GATHERING, FREED, HOLDS_GRADIENTS, HOLDS_TERMS}),
-    PARTIAL: frozenset({GATHERING, FREED, HOLDS_TERMS}),
+    CURRENT: frozenset({STALE, FREED, PARTIAL, HOLDS_GRADIENTS, IS_SCRATCH}),
+    STALE: frozenset({GATHERING, FREED, HOLDS_GRADIENTS, IS_SCRATCH}),
+    PARTIAL: frozenset({GATHERING, FREED, IS_SCRATCH}),
     HOLDS_GRADIENTS: frozenset({GATHERING, FREED}),
-    HOLDS_TERMS: frozenset({GATHERING, FREED}),
+    IS_SCRATCH: frozenset({GATHERING, FREED}),
 }
 
 
@@ -98,10 +98,10 @@ class FullValues:
     Args:
         shard: The shard to gather.
         buffer: Shape `(layout.padded_numel,)`.
-        output: The same memory for collectives: what they write to it changes no version that
+        unversioned: The same memory for collectives: what they write to it changes no version that
             autograd has saved, [Note: Storage and autograd]. A gather's output; for gradients in
             the place of values the input of their reduction.
-        own_part: Shape `(layout.shard_numel,)`, this rank's part of `output`.
+        own_part: Shape `(layout.shard_numel,)`, this rank's part of `unversioned`.
         is_kept: The buffer is never freed, see [Note: Kept buffers].
 
     Attributes:
@@ -122,7 +122,7 @@ class FullValues:
         self,
         shard: LocalShard,
         buffer: Tensor,
-        output: Tensor,
+        unversioned: Tensor,
         own_part: Tensor,
         *,
         is_kept: bool,
@@ -130,7 +130,7 @@ class FullValues:
         self.label = UnitLabel("?")
         self.shard = shard
         self.buffer = buffer
-        self.output = output
+        self.unversioned = unversioned
         self.own_part = own_part
         self.is_kept = is_kept
         self.is_sharded = shard.shard_group.size > 1
@@ -145,7 +145,7 @@ class FullValues:
         self.params = UnshardedParams(buffer, shard.layout, self.readers)
         self._written_back = -1  # guard.num_writes after the last writeback by hand
         self._gather: Waitable | None = None  # while GATHERING
-        self._all_gather: AllGather | None = None  # into `output`; made by the first gather
+        self._all_gather: AllGather | None = None  # into `unversioned`; made by the first gather
         # While PARTIAL: (padded_numel / small_group.size,), and guard.num_writes when it was filled
         self._part: tuple[Tensor, int] | None = None
 
@@ -246,7 +246,7 @@ class FullValues:
 
     def _start(self, when: str) -> Waitable:
         shard, group = self.shard, self.shard.shard_group.group
-        numels, output = shard.layout.uneven_numels, self.output
+        numels, output = shard.layout.uneven_numels, self.unversioned
         alloc_storage(self.buffer)
         what = f"the {when} gather of {self.label.text}"
         part, writes = self._part or (None, -1)
@@ -318,7 +318,7 @@ class FullValues:
         """
         part, writes = None, self.shard.guard.num_writes
         if keeps_part and self.small_group and self.state is CURRENT and self.is_current:
-            whole = self.output.chunk(self.small_group.size)
+            whole = self.unversioned.chunk(self.small_group.size)
             part = whole[self.small_group.rank].clone(), writes
         self._part = None
         if self.state is PARTIAL:  # first: it holds no values either
@@ -372,10 +372,10 @@ class FullValues:
         With `compares` the next backward checks that all ranks had the same full values.
         """
         self.wait()
-        zero_padding(self.output, self.shard.layout)
+        zero_padding(self.unversioned, self.shard.layout)
         self.shard.write_edited(self.own_part, is_cast=self.is_cast)
         self.params.forget_edits()  # before the write, which locks a kept buffer
-        self.shard.guard.count_write(1 + int(checksum(self.output)) if compares else 0)
+        self.shard.guard.count_write(1 + int(checksum(self.unversioned)) if compares else 0)
         self._written_back = self.shard.guard.num_writes
 
     def keep_edits(self) -> bool:
@@ -401,17 +401,17 @@ class FullValues:
         self._part = None
         self.params.is_locked = True
 
-    def hold_terms(self) -> None:
+    def serve_as_scratch(self) -> None:
         """Let a reduction of gradients that are elsewhere use the memory, at once."""
-        if self.state is not HOLDS_TERMS:
-            self.move(HOLDS_TERMS)
+        if self.state is not IS_SCRATCH:
+            self.move(IS_SCRATCH)
         self.writes = -1
         self._part = None
         self.params.lock()
 
     def end_gradients(self) -> None:
         """Free the memory that gradients or a reduction have taken from the values, if any has."""
-        if self.state is HOLDS_GRADIENTS or self.state is HOLDS_TERMS:
+        if self.state is HOLDS_GRADIENTS or self.state is IS_SCRATCH:
             self._forget()
             if trace.logs:
                 trace.record("free", self.label.name)

@@ -5,7 +5,7 @@ Gradients are averaged over all data-parallel ranks, whatever the strategy and t
 flat parameter is sharded, a reduce-scatter leaves each rank the sum over its shard group; where
 shards have copies, an all-reduce of the shard adds the other copies' sums. The second stage needs
 only the shard, so the buffer is free for other use as soon as the first is done. It may be
-postponed: reduce-scattered shards then add up in `partial` until a reduction with both stages.
+postponed: reduce-scattered shards then add up in `deferred` until a reduction with both stages.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class FlatReduction:
         shard_group: The ranks that share the flat parameter, and the ranks that hold copies.
         label: Label of the unit, for messages.
         settings: The unit's, for the divisor and the comm hook. [Note: Comm hooks]
-        main_dtype: Dtype of `partial`, and of results that need no further reduction.
+        main_dtype: Dtype of `deferred`, and of results that need no further reduction.
         output_dtype: Dtype in which the ranks' terms are added up.
         own_numel: Elements of this rank's shard.
         nbytes: Of the buffers that it reduces.
         output: Shape `(shard_numel,)`: output of the reduction in flight; None without one.
-        partial: Shape `(shard_numel,)`: reduce-scattered gradients whose second stage is postponed.
+        deferred: Shape `(shard_numel,)`, reduce-scattered; the second stage is postponed.
     """
 
     def __init__(self, shard_group: ShardGroup, layout: FlatLayout) -> None:
@@ -92,7 +92,7 @@ class FlatReduction:
         self.label = UnitLabel("?")
         self.settings = UnitSettings()
         self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
-        self.partial: Tensor | None = None
+        self.deferred: Tensor | None = None
         self._reduce_scatter: ReduceScatter | None = None  # where there is a first stage
         self._scatter: PendingReduction | None = None  # the first stage, in flight
         self._all_reduce: Waitable | None = None  # the second stage, in flight
@@ -174,7 +174,7 @@ class FlatReduction:
         stream = streams.reduce_stream
         # [Note: Streams and memory]; the gradients were packed on the current stream.
         stream.wait_stream(torch.accelerator.current_stream())
-        self._read = stream, scratch, self.partial
+        self._read = stream, scratch, self.deferred
         with stream:
             output = self._issue(buffer, scratch, scale, output)
             stages = Then((), partial(self._end_on_stream, stream, output))
@@ -267,9 +267,9 @@ class FlatReduction:
     def _begin_second_stage(self, output: Tensor) -> None:
         if self._is_deferred or not self.shard_group.replicate_groups:
             return
-        if self.partial is not None:
-            output.add_(self.partial)
-            self.partial = None
+        if self.deferred is not None:
+            output.add_(self.deferred)
+            self.deferred = None
         self._issue_all_reduce(output)
 
     def _end(self, output: Tensor) -> None:
@@ -297,7 +297,7 @@ class FlatReduction:
             return output
         # Accumulate in the main dtype, whatever dtype travelled.
         output = output.to(self.main_dtype)
-        self.partial = output if self.partial is None else self.partial.add_(output)
+        self.deferred = output if self.deferred is None else self.deferred.add_(output)
         return None
 
     def drop(self) -> None:
@@ -314,4 +314,4 @@ class FlatReduction:
             # The stream may read buffers that are about to be reused.
             torch.accelerator.current_stream().wait_stream(self._read[0])
         self._done = self._buffer_read = self._read = None
-        self.output = self.partial = None
+        self.output = self.deferred = None

@@ -58,7 +58,7 @@ class FlatGradients:
     A second round in the same backward (a gradient that arrives late) adds to `reduced` too. With a
     strategy that keeps gradients the buffer stays, [Note: Persistent gradients]. Gradients that a
     backward does not reduce are packed too: the round goes on until one does. At rest all
-    waiting gradients are packed or in `reduction.partial`, [Note: Pending gradients].
+    waiting gradients are packed or in `reduction.deferred`, [Note: Pending gradients].
 
     Attributes:
         arrived: For each parameter, whether its gradient is in the buffer.
@@ -115,11 +115,11 @@ class FlatGradients:
         """
         views, arrived, was_used = before.views, before.arrived, before.was_used
         layouts, old = (before.layout, self.layout), before.packing
-        shards = before.reduction.partial, before.reduced
+        shards = before.reduction.deferred, before.reduced
         self._own = OwnBuffer()  # the old one may hold pending gradients; don't reuse it
         self._forget()
         group, self._full = self.reduction.shard_group, full
-        values, main_dtype, copies = full.output, full.shard.values.dtype, full.shard.copies
+        values, main_dtype, copies = full.unversioned, full.shard.values.dtype, full.shard.copies
         self.host = None
         if copies is not None:
             numel = self.reduction.own_numel
@@ -144,7 +144,7 @@ class FlatGradients:
             num_terms=self.reduction.scratch_parts(in_place=self.is_persistent),
         )
         self.was_used = was_used
-        self.reduction.partial, self.reduced = (
+        self.reduction.deferred, self.reduced = (
             each if each is None else move_shard(each, *layouts, group.rank).to(self._own.result)
             for each in shards
         )
@@ -175,7 +175,7 @@ class FlatGradients:
         """Where the round's gradients are; it moves as `ROUND_MOVES` says.
 
         It follows from what each move sets anyway, so a step pays nothing for it. Beside it stands
-        what earlier rounds have left: `reduced`, `reduction.partial`, and `is_unsynced`.
+        what earlier rounds have left: `reduced`, `reduction.deferred`, and `is_unsynced`.
         """
         if self.reduction.output is not None:
             return REDUCING
@@ -190,7 +190,7 @@ class FlatGradients:
 
         The same on all ranks that ran the same backwards, even if some dropped gradients since.
         """
-        return self.is_unsynced or self.reduction.partial is not None
+        return self.is_unsynced or self.reduction.deferred is not None
 
     @property
     def is_idle(self) -> bool:
@@ -356,7 +356,7 @@ class FlatGradients:
         if output is None and self.is_persistent:
             output = self._own.result_of(numel)
         self.reduction.start(
-            full.output if self.views is packing.places else self._own.buffer,
+            full.unversioned if self.views is packing.places else self._own.buffer,
             self._take_scratch(
                 full, packing, scratch, may_share=not (full.is_kept or keep_unsharded)
             ),
@@ -370,7 +370,7 @@ class FlatGradients:
     def _widen(self, full: FullValues) -> None:
         """Cast gradients packed in place into the own buffer, and free the values' memory."""
         alloc_storage(self._own.buffer)
-        self._own.buffer.copy_(full.output)
+        self._own.buffer.copy_(full.unversioned)
         full.end_gradients()
         self.views = self._own.views  # no longer the places of the values
 
@@ -384,13 +384,13 @@ class FlatGradients:
         if self.is_persistent:
             return pool.take(numel, own)
         is_in_place = self.views is packing.places
-        scratch = own if is_in_place else full.output
+        scratch = own if is_in_place else full.unversioned
         may_share = is_in_place or (may_share and not packing.is_cast)
         may_share = may_share and packing.num_terms == self.reduction.shard_group.size
         if not may_share or numel > scratch.numel():  # as with a large, uneven shard
             return scratch.new_empty(numel, dtype=own.dtype)
         if not is_in_place:
-            full.hold_terms()
+            full.serve_as_scratch()
         alloc_storage(scratch)
         return scratch[:numel]
 
@@ -455,7 +455,7 @@ class FlatGradients:
             full.expire()  # [Note: Writes by owners]
         if full.readers.bits & LATE_GRAPH:
             full.readers.end(BACKWARD)
-        if self.reduction.partial is not None:
+        if self.reduction.deferred is not None:
             self.was_used = used  # until the postponed all-reduce
             return
         form, pieces = shown.form, None

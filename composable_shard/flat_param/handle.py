@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from composable_shard.comm import Streams, enter_setting
 from composable_shard.flat_param.entries import ParamEntry, zero_gaps
 from composable_shard.flat_param.form import OriginalForm
-from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, HOLDS_TERMS, STALE, FullValues
+from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, IS_SCRATCH, STALE, FullValues
 from composable_shard.flat_param.gradients import FlatGradients, in_layout
 from composable_shard.flat_param.initial_values import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan
@@ -404,7 +404,7 @@ class FlatParamHandle:
             return  # `full.is_current`, inlined for most calls
         if full.is_whole or self.shown.state.is_fixed:
             return
-        if full.state is HOLDS_GRADIENTS or full.state is HOLDS_TERMS:
+        if full.state is HOLDS_GRADIENTS or full.state is IS_SCRATCH:
             # Another use in this backward needs the values while their storage serves a reduction.
             self.grads.finish()
             self.grads.move_out()

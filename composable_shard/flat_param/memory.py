@@ -105,8 +105,8 @@ class MemoryPlan:
         if extension is not None:
             full_numel, wire_dtype = 0, dtype  # its class encodes main values
         buffer = torch.empty(full_numel, dtype=param_dtype, device=device)
-        output = buffer.data  # [Note: Storage and autograd]
-        own_part = output[start:end]
+        unversioned = buffer.data  # [Note: Storage and autograd]
+        own_part = unversioned[start:end]
         if not self.is_kept:
             # Free it at once, so that it does not add to peak memory.
             free_storage(buffer)
@@ -128,4 +128,4 @@ class MemoryPlan:
         is_kept = self.is_kept
         if extension is not None:
             return shard, ExtendedValues(Codec(shard, extension, param_dtype), is_kept=is_kept)
-        return shard, FullValues(shard, buffer, output, own_part, is_kept=is_kept)
+        return shard, FullValues(shard, buffer, unversioned, own_part, is_kept=is_kept)

@@ -61,12 +61,12 @@ def forget_pending(handle: FlatParamHandle) -> None:
 
 def drop_waiting(handle: FlatParamHandle, indices: Iterable[int]) -> None:
     """Drop the waiting gradients of some parameters."""
-    grads, partial = handle.grads, handle.grads.reduction.partial
+    grads, deferred = handle.grads, handle.grads.reduction.deferred
     for index in indices:
         grads.arrived[index] = grads.was_used[index] = False
-        if partial is not None:
+        if deferred is not None:
             start, end = grads.layout.local_range(index, handle.shard_group.rank)
-            partial[start:end].zero_()
+            deferred[start:end].zero_()
     if grads.views is not None and True not in grads.arrived:
         grads.end_round()
         grads.free_buffers()
@@ -104,14 +104,14 @@ def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:
         if grads.views is not None and grads.packing is not None and has_arrived:
             value = (grads.views[index] / grads.packing.scale).to(handle.local_shard.dtype)
         found.append(value)
-    partial = grads.reduction.partial
-    if partial is None:
+    deferred = grads.reduction.deferred
+    if deferred is None:
         return found
-    partial = move_shard(partial, grads.layout, handle.layout, group.rank)
+    deferred = move_shard(deferred, grads.layout, handle.layout, group.rank)
     # The gather is a collective, so all ranks come here, also those that have dropped their own
-    # gradients: `partial` outlives them, with zeros in their place.
+    # gradients: `deferred` outlives them, with zeros in their place.
     full = handle.shard.new_full()
-    handle.shard.gather_into(full, partial)
+    handle.shard.gather_into(full, deferred)
     full.mul_((handle.settings.gradient_divide_factor or group.num_ranks) / group.size)
     for index, (entry, is_used) in enumerate(zip(handle.entries, grads.used, strict=True)):
         if is_used:

@@ -275,7 +275,7 @@ class BackwardPass:
             and (
                 item in queue.asked
                 or item.handle.grads.is_unsynced
-                or (item.handle.grads.reduction.partial is not None and not item.is_deferred)
+                or (item.handle.grads.reduction.deferred is not None and not item.is_deferred)
             )
         ]
 
@@ -320,7 +320,7 @@ class BackwardPass:
                 continue  # no rank used the handle
             item.handle.grads.publish(list(map(bool, used)))
             published.append(item)
-            if item.handle.grads.reduction.partial is not None:
+            if item.handle.grads.reduction.deferred is not None:
                 self.waiting[item.handle] = None
         if queue.accumulates:
             context.graphs.forget()

@@ -54,7 +54,7 @@ def arm(
     num_nodes = next_sequence_nr() - state.last_call.sequence_nr
     # Addresses of full buffers that hold values and may be freed before a view of them.
     extents = [
-        (start := full.output.data_ptr(), start + full.buffer.nbytes)
+        (start := full.unversioned.data_ptr(), start + full.buffer.nbytes)
         for handle in state.needed_handles
         if not (full := handle.full).is_kept and full.state in HAVE_VALUES
     ]

@@ -442,7 +442,7 @@ class ReductionQueue:
     def run_hooks(self, item: Item) -> None:
         """Run the hooks of a handle's parameters, unless a hook has failed in this backward."""
         handle = item.handle
-        if self.hook_error is not None or handle.grads.reduction.partial is not None:
+        if self.hook_error is not None or handle.grads.reduction.deferred is not None:
             return
         if trace.logs:
             trace.record("gradient_hooks", handle.name)

@@ -192,9 +192,9 @@ never_compile(SavedValues._unpack)
 def _extents_of(handles: Sequence[FlatParamHandle]) -> list[tuple[int, int, FlatParamHandle]]:
     """Return addresses `[start, end)` and handle of the full values that have memory."""
     return [
-        (start := handle.full.output.data_ptr(), start + handle.full.buffer.nbytes, handle)
+        (start := handle.full.unversioned.data_ptr(), start + handle.full.buffer.nbytes, handle)
         for handle in handles
-        if handle.full.output.untyped_storage().nbytes()
+        if handle.full.unversioned.untyped_storage().nbytes()
     ]
 
 

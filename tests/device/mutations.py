@@ -67,7 +67,7 @@ REFERENCES = [
     Site(
         "flat_param.gradient_reduction",
         "FlatReduction.start",
-        "self._read = (stream, scratch, self.partial)",
+        "self._read = (stream, scratch, self.deferred)",
         without="self._read = (stream, None, None)",
     ),
     Site(

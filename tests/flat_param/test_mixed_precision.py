@@ -285,7 +285,7 @@ def test_deferred_all_reduce_adds_up_in_the_main_dtype(strategy: ShardingStrateg
                 state.change(requires_all_reduce=not is_deferred or micro == 2)
             loss_of(model, micro).backward()
             if is_deferred and micro < 2:
-                partials = [handle.grads.reduction.partial for handle in get_handles(model)]
+                partials = [handle.grads.reduction.deferred for handle in get_handles(model)]
                 assert {partial.dtype for partial in partials} == {F32}
         grads.append([param.grad.full_tensor() for param in model.parameters()])
     for ours, expected in zip(*grads, strict=True):

@@ -141,9 +141,9 @@ def test_what_takes_the_place_of_values_outlives_a_free(state: FullState, are_pa
     """Until the reduction that reads them has ended."""
     full = _in_state(state)
     full.buffer.untyped_storage().resize_(full.buffer.nbytes)
-    full.hold_gradients() if are_packed else full.hold_terms()
+    full.hold_gradients() if are_packed else full.serve_as_scratch()
     full.free()
-    assert full.state is (FullState.HOLDS_GRADIENTS if are_packed else FullState.HOLDS_TERMS)
+    assert full.state is (FullState.HOLDS_GRADIENTS if are_packed else FullState.IS_SCRATCH)
     assert full.buffer.untyped_storage().size() == full.buffer.nbytes
     full.end_gradients()
     assert full.state is FullState.FREED

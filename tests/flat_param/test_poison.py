@@ -24,10 +24,10 @@ def test_values_in_flight_are_poisoned_until_they_are_waited_for() -> None:
     reshard(model)
     with poisoned():
         handle.unshard()
-        others = handle.full.output.chunk(2)[1 - dist.get_rank()]
+        others = handle.full.unversioned.chunk(2)[1 - dist.get_rank()]
         assert others.isnan().all()  # this rank's own part may be its shard
         handle.full.wait()
-        assert not handle.full.output.isnan().any()
+        assert not handle.full.unversioned.isnan().any()
         reshard(model)
     assert handle.full.buffer.untyped_storage().nbytes() == 0
 
@@ -39,7 +39,7 @@ def test_unpoisoned_values_are_written_at_once() -> None:
     shard_root(model, strategy=ShardingStrategy.SHARD_GRAD_OP)
     unshard(model)
     (handle,) = get_handles(model)
-    assert not handle.full.output.isnan().any()
+    assert not handle.full.unversioned.isnan().any()
 
 
 @distributed(2)

@@ -91,7 +91,7 @@ class _HiddenGather:
     def __init__(self, full: FullValues, gather: Waitable) -> None:
         with explained(full.shard.shard_group.group):
             gather.wait()
-        output, own_part = full.output, full.own_part
+        output, own_part = full.unversioned, full.own_part
         self._output, self._values = output, output.clone()
         # The own part, perhaps the shard itself, keeps its values: an interrupt would lose them.
         start = own_part.storage_offset() - output.storage_offset()

@@ -56,7 +56,7 @@ FEATURES = {
     "early hooks": r"(\w+_)?early(_hooks)?|EarlyHooks",
     "agreed order": r"(is_)?agreed|reduction_order|ReductionOrder|propose",
     "small group": r"(\w+_)?small_group|SmallGroup|keeps_part|PARTIAL",
-    "second stage": r"(copy_to_)?replicate(_group)?s|(\w+_)?second_stage|is_deferred|\.partial|"
+    "second stage": r"(copy_to_)?replicate(_group)?s|(\w+_)?second_stage|is_deferred|\.deferred|"
     r"(\w+_)?requires_all_reduce",
     "launches": r"_?Launch\w*|MAX_LAUNCH_NBYTES|launch(es|ed)?|launched_\w+",
 }

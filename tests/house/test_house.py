@@ -223,13 +223,13 @@ def test_features_are_found_by_their_words(tmp_path: Path) -> None:
     tree = _tree(
         tmp_path,
         low__argument="run(bucket_cap_mb=1)\n",
-        low__attribute="grads.partial = None\n",
+        low__attribute="grads.deferred = None\n",
         low__others="from functools import partial\npartial('scope')  # is_deferred\n",
         high__far="run(bucket_cap_mb=1)\n",
     )
     found = reading.files_of_features(tree, {"low"})
     assert found.pop("buckets") == ["low/argument.py: bucket_cap_mb"]
-    assert found.pop("second stage") == ["low/attribute.py: .partial"]
+    assert found.pop("second stage") == ["low/attribute.py: .deferred"]
     assert not any(found.values())
 
 

@@ -565,7 +565,7 @@ def test_c1_read_that_nobody_announces_is_named() -> None:
 def test_a_gradient_where_freed_values_were_is_no_view_of_them() -> None:
     """To copy one, on the rank whose memory came to lie so, may be a collective of a DTensor."""
     values = torch.ones(8, requires_grad=True)
-    full = SimpleNamespace(output=values.detach(), buffer=values.detach())
+    full = SimpleNamespace(unversioned=values.detach(), buffer=values.detach())
     handle: Any = SimpleNamespace(full=full, requires_grad=False)
     hooks = SavedValues(Inspection(), "?", [handle], below=None, others=None)
     hooks.end()
@@ -573,9 +573,9 @@ def test_a_gradient_where_freed_values_were_is_no_view_of_them() -> None:
     copies = hooks._copy_values(gradients, None)
     assert copies is not None
     assert copies[0].data_ptr() != gradients[0].data_ptr()
-    full.output = torch.ones(8)  # a later gather has got other memory
+    full.unversioned = torch.ones(8)  # a later gather has got other memory
     assert hooks._copy_values(gradients, None) is None
-    full.output.untyped_storage().resize_(0)
+    full.unversioned.untyped_storage().resize_(0)
     assert hooks._copy_values(gradients, None) is None
 
 
