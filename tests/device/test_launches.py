@@ -23,6 +23,7 @@ from composable_shard import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
+    count_collectives,
     fully_shard,
     no_sync,
     register_comm_hook,
@@ -68,6 +69,22 @@ def test_runs_are_of_neighbours_and_due_when_there_is_room(
 ) -> None:
     """As early as all that is ahead stays within the limit; one unit may always be ahead."""
     assert divide_in_runs(nbytes, [limit] * len(nbytes)) == runs
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("limits", "runs"),
+    [
+        ([0, 9, 9, 9, 9], [(0, 1, 2), (1, 2, 5)]),  # while the first one runs, one is ahead
+        ([2, 9, 9, 9, 9], [(0, 1, 2), (1, 2, 5)]),
+        ([4, 9, 0, 9, 9], [(0, 1, 3), (1, 3, 4), (3, 4, 5)]),
+    ],
+)
+def test_no_run_is_due_while_a_unit_runs_whose_own_limit_it_exceeds(
+    limits: list[int], runs: list[tuple[int, int, int]]
+) -> None:
+    """Although the limit of the unit before it is higher."""
+    assert divide_in_runs([2] * 5, limits) == runs
 
 
 @contextmanager
@@ -428,6 +445,38 @@ def test_large_units_are_issued_alone_and_hold_what_they_held() -> None:
     assert peaks[0, True] == peaks[0, False]
     assert peaks[1000, True] == peaks[1000, False]  # of one unit
     assert peaks[8 * BLOCK_NBYTES, False] - peaks[8 * BLOCK_NBYTES, True] <= 8 * BLOCK_NBYTES
+
+
+def _choose_next(model: Any, when: str) -> None:
+    """Let most blocks choose the block after them."""
+    for index in range(1, 6):
+        if when == "forward":
+            set_forward_prefetch(model.blocks[index], [model.blocks[index + 1]])
+        else:
+            set_backward_prefetch(model.blocks[index + 1], [model.blocks[index]])
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@on_device(num_ranks=2)
+def test_units_that_ran_are_not_gathered_again_after_a_choice(when: str) -> None:
+    """The runs that were due while units ran that choose are issued without them."""
+    found = []
+    for flag in (True, False):
+        with _issuing_alone(flag):
+            model = _make_chosen(shard_blocks, Chosen, prefetch_nbytes=BLOCK_NBYTES)
+            _choose_next(model, when)
+            for index in range(3):
+                torch.accelerator.synchronize()
+                device.reset_peak_memory()
+                before = torch.accelerator.memory_allocated()
+                with count_collectives() as log:
+                    _go_back(model, index)
+                model.zero_grad()
+            torch.accelerator.synchronize()
+            peak = torch.accelerator.max_memory_allocated() - before
+            found.append((log.count("all_gather"), log.nbytes("all_gather"), peak))
+            del model
+    assert found[0] == found[1]
 
 
 # Failures
