@@ -479,6 +479,29 @@ def test_units_that_ran_are_not_gathered_again_after_a_choice(when: str) -> None
     assert found[0] == found[1]
 
 
+def _tie_neighbours(model: Any, **options: Any) -> None:
+    for index in (1, 3, 5):
+        model.blocks[index].up.weight = model.blocks[index - 1].up.weight
+    shard_blocks(model, **options)
+
+
+@pytest.mark.parametrize("number", [2, 4, 6])
+@on_device(num_ranks=2)
+def test_a_rank_that_passes_over_a_unit_keeps_what_the_next_one_shares(number: int) -> None:
+    """Whoever of the two units holds the tied parameter: no rank gathers it once more."""
+    model = _make_chosen(_tie_neighbours, Chosen, prefetch_nbytes=BLOCK_NBYTES)
+    for index in range(3):
+        _go_back(model, index)
+        with no_sync(model):
+            model(_rank_input(index))
+            with count_collectives() as log:
+                model.between[number + dist.get_rank()].square().mean().backward()
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, log.count("all_gather"))
+        assert found[0] == found[1]
+        model.zero_grad()
+
+
 # Failures
 
 
