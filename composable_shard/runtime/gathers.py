@@ -129,7 +129,7 @@ class Gathers:
         if ahead and chosen is None and prefetched:
             # A backward may skip prefetched units, so free them. A forward in the known order skips
             # none, and its end frees any that it did skip.
-            drop_prefetched(prefetched, keeps=ahead, keeps_chosen=True)
+            drop_prefetched(prefetched, keeps=[state, *ahead], keeps_chosen=True)
         self.gather_ahead(context, prefetched, ahead, "backward", are_chosen=chosen is not None)
 
 
@@ -161,14 +161,21 @@ def drop_prefetched(
     keeps_chosen: bool = False,
 ) -> None:
     """Free prefetched units that did not run, except `keeps` and, on request, chosen ones."""
-    for unused, is_chosen in list(prefetched.items()):
-        if unused in keeps or (is_chosen and keeps_chosen):
-            continue
+    dropped = [
+        unit
+        for unit, is_chosen in prefetched.items()
+        if unit not in keeps and not (is_chosen and keeps_chosen)
+    ]
+    if not dropped:
+        return
+    kept = [*keeps, *(unit for unit in prefetched if unit not in dropped)]
+    needed = {handle for unit in kept for handle in unit.needed_handles}
+    for unused in dropped:
         is_idle = unused.training_state is TrainingState.IDLE
         for handle in unused.needed_handles if is_idle else ():
             # A unit that shares the handle (tied weights) may compute with it.
             is_used = bool(handle.full.readers.claims) or handle.shown.is_unsharded
-            if is_used:
+            if is_used or handle in needed:
                 continue
             if unused.settings.reshard_after_forward is not False:
                 handle.full.free()

@@ -58,10 +58,10 @@ def divide_in_runs(nbytes: Sequence[int], limits: Sequence[int]) -> list[tuple[i
         while end < len(nbytes) and total + nbytes[end] <= room:
             total += nbytes[end]
             end += 1
-        # As early as what is ahead then, with the run, stays within the limit; not before the run
-        # before it.
+        # As early as what is ahead then, with the run, stays within the limits of the units that
+        # run meanwhile; not before the run before it.
         first, due = due, start - 1
-        while due > first and total + nbytes[due] <= limit:
+        while due > first and total + nbytes[due] <= limits[due - 1]:
             total += nbytes[due]
             due -= 1
         runs.append((due, start, end))
@@ -86,7 +86,9 @@ class _Plan:
         limits = [unit.options.prefetch_nbytes for unit in units]
         # The first unit is gathered as it runs; a rank that passes over it gathers it too.
         self._runs = deque([(0, 0, 1), *divide_in_runs(sizes, limits)])
-        self._position = self._num_gathered = 0
+        self._num_gathered = 0
+        self._position = -1  # of the unit reached last
+        self._passed: set[int] = set()  # positions of those that were reached before it
 
     def is_of(self, owner: object) -> bool:
         """Return whether it is the plan of a call or backward."""
@@ -99,18 +101,26 @@ class _Plan:
     def reach(self, unit: StateRef) -> bool:
         """Go on to a unit; return False if it is not among those to come."""
         try:
-            self._position = self._order.index(unit, self._position)
+            position = self._order.index(unit, max(self._position, 0))
         except ValueError:
             return False
+        if position != self._position:
+            self._passed.add(self._position)
+            self._position = position
         if self._position == 0 and self._runs and self._runs[0][2] == 1:
             self._runs.popleft()
         return True
 
     def due(self, *, is_missed: bool = False) -> Iterator[list[ShardState]]:
-        """Yield the runs that are due; with `is_missed` those that were due before."""
+        """Yield the runs that are due; with `is_missed` those that were due before.
+
+        They lack units that were reached: of these the user chose what was gathered meanwhile.
+        """
+        reached = self._passed if is_missed else {*self._passed, self._position}
         while self._runs and self._runs[0][0] <= self._position - is_missed:
             _, start, self._num_gathered = self._runs.popleft()
-            yield alive(self._order[start : self._num_gathered])
+            places = [place for place in range(start, self._num_gathered) if place not in reached]
+            yield alive(self._order[place] for place in places)
 
     def ahead(self) -> list[ShardState]:
         """Return the units to come of the runs so far."""
@@ -137,11 +147,14 @@ class LaunchedGathers(Gathers):
         upcoming: Iterable[ShardState | None],
     ) -> list[ShardState]:
         """Return the units that are ahead while `state` runs, and note the runs that are due."""
-        context = state.context
+        context, plan = state.context, self._plan
         if chosen is not None or context is None:
+            call = None if context is None else context.call
+            if call is not None and plan is not None and plan.is_of(call):
+                plan.reach(state.ref)  # in a backward this was done before
             return super().choose_ahead(state, prefetched, chosen, upcoming)
         prefetched.pop(state, None)
-        call, plan, units = context.call, self._plan, iter(upcoming)
+        call, units = context.call, iter(upcoming)
         if call is None or prefetched is not call.prefetched:
             pass  # in a backward, which has a plan
         elif plan is None or not plan.is_of(call):
@@ -189,7 +202,7 @@ class LaunchedGathers(Gathers):
         if plan is None or not plan.is_of(backward):
             last = next(reversed(following.values()), state.ref)
             plan = self._plan = _Plan(backward, alive([*following, last]))
-        if not is_chosen and plan.reach(state.ref):
+        if plan.reach(state.ref) and not is_chosen:
             for run in plan.due(is_missed=True):
                 self._gather_run(context, prefetched, run, "backward")
                 drop_prefetched(prefetched, keeps=[state, *plan.ahead()], keeps_chosen=True)

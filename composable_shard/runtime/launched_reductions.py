@@ -12,7 +12,8 @@ ones. They have no more than `MAX_LAUNCH_NBYTES` together, one group, and no com
 
 All ranks make the same batches: units end at the same points of all backwards, as
 [Note: End of a unit] says. Where a handle opens again, what waits is reduced first, so that no
-gradient comes into an earlier sum than it would alone. Nothing in a backward waits for a reduction
+gradient comes into an earlier sum than it would alone. Not so in the agreed order: there a late
+gradient, as of a backward inside a hook, joins the sum that waits. Nothing in a backward waits for a reduction
 that has not started, and the end of the backward starts those that are left before any rank waits
 for another.
 

@@ -23,6 +23,7 @@ from composable_shard import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
+    count_collectives,
     estimate,
     fully_shard,
     no_sync,
@@ -72,6 +73,22 @@ def test_runs_are_of_neighbours_and_due_when_there_is_room(
 ) -> None:
     """As early as all that is ahead stays within the limit; one unit may always be ahead."""
     assert divide_in_runs(nbytes, [limit] * len(nbytes)) == runs
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("limits", "runs"),
+    [
+        ([0, 9, 9, 9, 9], [(0, 1, 2), (1, 2, 5)]),  # while the first one runs, one is ahead
+        ([2, 9, 9, 9, 9], [(0, 1, 2), (1, 2, 5)]),
+        ([4, 9, 0, 9, 9], [(0, 1, 3), (1, 3, 4), (3, 4, 5)]),
+    ],
+)
+def test_no_run_is_due_while_a_unit_runs_whose_own_limit_it_exceeds(
+    limits: list[int], runs: list[tuple[int, int, int]]
+) -> None:
+    """Although the limit of the unit before it is higher."""
+    assert divide_in_runs([2] * 5, limits) == runs
 
 
 @contextmanager
@@ -456,6 +473,61 @@ def test_the_peak_is_that_of_collectives_alone_or_within_the_bound(
         # It counts the shards of what waits, half of it at most, before they are there.
         shards = min(nbytes, 16 * EQUAL_NBYTES) // 4 if strategy in WAITING else 0
         assert peak * 0.99 <= estimated <= peak * 1.01 + shards, num_units
+
+
+def _choose_next(model: Any, when: str) -> None:
+    """Let most blocks choose the block after them."""
+    for index in range(1, 6):
+        if when == "forward":
+            set_forward_prefetch(model.blocks[index], [model.blocks[index + 1]])
+        else:
+            set_backward_prefetch(model.blocks[index + 1], [model.blocks[index]])
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@on_device(num_ranks=2)
+def test_units_that_ran_are_not_gathered_again_after_a_choice(when: str) -> None:
+    """The runs that were due while units ran that choose are issued without them."""
+    found = []
+    for flag in (True, False):
+        with issuing_alone(flag):
+            model = _make_chosen(shard_blocks, Chosen, prefetch_nbytes=BLOCK_NBYTES)
+            _choose_next(model, when)
+            for index in range(3):
+                torch.accelerator.synchronize()
+                device.reset_peak_memory()
+                before = torch.accelerator.memory_allocated()
+                with count_collectives() as log:
+                    _go_back(model, index)
+                model.zero_grad()
+            torch.accelerator.synchronize()
+            peak = torch.accelerator.max_memory_allocated() - before
+            found.append((log.count("all_gather"), log.nbytes("all_gather"), peak))
+            del model
+    assert found[0] == found[1]
+
+
+def _tie_neighbours(model: Any, **options: Any) -> None:
+    for index in (1, 3, 5):
+        model.blocks[index].up.weight = model.blocks[index - 1].up.weight
+    shard_blocks(model, **options)
+
+
+@pytest.mark.parametrize("number", [2, 4, 6])
+@on_device(num_ranks=2)
+def test_a_rank_that_passes_over_a_unit_keeps_what_the_next_one_shares(number: int) -> None:
+    """Whoever of the two units holds the tied parameter: no rank gathers it once more."""
+    model = _make_chosen(_tie_neighbours, Chosen, prefetch_nbytes=BLOCK_NBYTES)
+    for index in range(3):
+        _go_back(model, index)
+        with no_sync(model):
+            model(_rank_input(index))
+            with count_collectives() as log:
+                model.between[number + dist.get_rank()].square().mean().backward()
+        found: list[Any] = [None, None]
+        dist.all_gather_object(found, log.count("all_gather"))
+        assert found[0] == found[1]
+        model.zero_grad()
 
 
 # Failures
