@@ -260,7 +260,8 @@ class TreeContext:
         if are_known:
             self.has_agreed = self.is_checked = True
             self.reduction_order = other.reduction_order and ReductionOrder()
-            self.gathers, self.make_queue = other.gathers, other.make_queue
+            # Its own: several trees may follow one, and each notes how far its calls are.
+            self.gathers, self.make_queue = type(other.gathers)(), other.make_queue
         own = set(self.states)
         self.graphs = graphs.within(own)
         for state in self.live_states():

@@ -521,7 +521,7 @@ def test_a_rank_that_passes_over_a_unit_keeps_what_the_next_one_shares(number: i
     for index in range(3):
         _go_back(model, index)
         with no_sync(model):
-            model(_rank_input(index))
+            model(rank_input_of(index))
             with count_collectives() as log:
                 model.between[number + dist.get_rank()].square().mean().backward()
         found: list[Any] = [None, None]
