@@ -10,12 +10,12 @@ ones. They have no more than `MAX_LAUNCH_NBYTES` together, one group, and no com
   backward ends. What waits has at most half of the unit's `prefetch_nbytes`, and so has what is in
   flight: with the default 2 MiB each.
 
-All ranks make the same batches: units end at the same points of all backwards, as [Note: End of a
-unit] says. Where a handle opens again, what waits is reduced first, so that no gradient comes into
-an earlier sum than it would alone. Not so in the agreed order: there a late gradient, as of a
-backward inside a hook, joins the sum that waits. Nothing in a backward waits for a reduction that
-has not started, and the end of the backward starts those that are left before any rank waits for
-another.
+All ranks make the same batches: units end at the same points of all backwards, as the
+[Note: End of a unit] says. Where a handle opens again, what waits is reduced first, so that no
+gradient comes into an earlier sum than it would alone. Not so in the agreed order: there a late
+gradient, as of a backward inside a hook, joins the sum that waits. Nothing in a backward waits for
+a reduction that has not started, and the end of the backward starts those that are left before any
+rank waits for another.
 
 Reductions start alone in backwards whose gradients may come late or are published early: those with
 regions that run again, with buckets, or with hooks on sharded parameters, [Note: Early gradients].

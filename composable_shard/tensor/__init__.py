@@ -41,7 +41,6 @@ from composable_shard.tensor.operands import (
     has_fitting_shape,
     local_part,
     needs_gather,
-    note_write,
     note_write_to_local,
     region_of,
     slice_given,

@@ -82,6 +82,7 @@ UNFOUND = {
     "LocalShard.write_slice": "a scope has waited, by copies that block (test_offload.py)",
     "LocalShard.write_edited": "a background save reads the shard",
     "LocalShard.copy_to_replicas: self.guard": "a background save reads the shard",
+    "WriteGuard.set_handed_out": "a background save reads the shard",
     "FullValues.gather: self.wait()": "without it the state refuses: GATHERING to GATHERING",
     "FullValues.gather: self.wait() (2)": "graphs of gradients keep values; no stream is concerned",
     "FullValues.is_readable": "without it a kept parameter's shard is read",
