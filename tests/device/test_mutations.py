@@ -68,6 +68,7 @@ FOUND_BY = {
     "HostGradient.collect": "step_on_host",
     "ShardedGradScaler._unscale_grads_": "scaled_step",
     "WriteGuard.note_write": "writes_on_host",
+    "WriteGuard.wait_for_reads": "writes_on_host",
     "FlatShard.gathered": "whole_parameters",
 }
 
