@@ -101,8 +101,9 @@ def _are_equal(run: Run) -> bool:
     """Return whether both ranks have the same weights: replicas must not drift apart."""
     # As programs end. A rank that is a step ahead would else wait in a collective of its own.
     cs.save_checkpoint(f"{run.directory}/end", run.model, run.optimizer, step=differences.NUM_STEPS)
+    # In one dtype: units that a rank has left unsharded show values of the compute dtype.
     values = torch.cat(
-        [differences.whole_value(param).flatten() for param in run.model.parameters()]
+        [differences.whole_value(param).flatten().double() for param in run.model.parameters()]
     )
     both = [torch.empty_like(values) for _ in range(2)]
     dist.all_gather(both, values)
