@@ -14,10 +14,12 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from itertools import starmap
 from operator import attrgetter, methodcaller
 from types import FrameType
 from typing import Any
@@ -176,16 +178,26 @@ class GivingWay:
 
 
 def saved_tensors_hooks_in_force() -> list[tuple[Any, Any]]:
-    """Return all saved-tensor hooks in force, topmost first; torch shows the topmost alone."""
+    """Return all saved-tensor hooks in force, topmost first; torch shows the topmost alone.
+
+    So they are taken off and put back, also where an interrupt comes at any line.
+    """
     found: list[tuple[Any, Any]] = []
     try:
         while (top := top_saved_tensors_hooks(False)) is not None:
-            pop_saved_tensors_hooks()
             found.append(top)
-    finally:
-        for pair in reversed(found):
-            push_saved_tensors_hooks(*pair)
+            pop_saved_tensors_hooks()
+        _push_back(found)
+    except BaseException:
+        left = top_saved_tensors_hooks(False)
+        if found and left != found[0]:  # else all are there
+            _push_back(found[: -1 if left == found[-1] else None])  # the last may still be there
+        raise
     return found
+
+
+def _push_back(hooks: Sequence[tuple[Any, Any]]) -> None:
+    deque(starmap(push_saved_tensors_hooks, reversed(hooks)), 0)  # one call, for interrupts
 
 
 # Whether a transform of `torch.func` runs, and a context in which none does.

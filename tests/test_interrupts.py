@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 import pytest
+from torch.autograd.graph import saved_tensors_hooks
 
+from composable_shard.torch_private import saved_tensors_hooks_in_force
 from tests.harness.ranks import run_ranks
-from tests.interrupts import PROGRAMS, count_lines, on_all_ranks, run_chunk
+from tests.interrupts import PROGRAMS, Interrupter, count_lines, on_all_ranks, run_chunk
 
 NUM_MOMENTS = 24  # of a program
 SAMPLED = ("plain", "no_sync", "shards_optim", "checkpoint", "one_rank", "new_data", "first_step")
@@ -17,9 +21,27 @@ SAMPLED = ("plain", "no_sync", "shards_optim", "checkpoint", "one_rank", "new_da
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_step_after_an_interrupt_at_any_line_is_right(name: str, tmp_path: Path) -> None:
     """State dict and checkpoint in the handler too: by value, as a plain model's."""
-    count = min(run_ranks(PROGRAMS[name].world_size, count_lines, name))
+    num_lines = min(run_ranks(PROGRAMS[name].world_size, count_lines, name))
     first = 1 + 7 * SAMPLED.index(name)
-    moments = on_all_ranks(name, range(first, count + 1, count // NUM_MOMENTS))
+    moments = on_all_ranks(name, range(first, num_lines + 1, num_lines // NUM_MOMENTS))
     num_run, failures = run_chunk(name, moments, str(tmp_path))
     assert not failures, failures[0]
     assert num_run == len(moments)
+
+
+def test_hooks_in_force_stay_where_they_are_at_any_moment() -> None:
+    """A `with` of saved-tensor hooks ends after an interrupt while the library looked at them."""
+    pairs = [(lambda x: x, lambda x: x) for _ in range(3)]
+    with ExitStack() as stack:
+        for pair in pairs:
+            stack.enter_context(saved_tensors_hooks(*pair))
+        for moment in count(1):
+            try:
+                with Interrupter(moment).watching():
+                    saved_tensors_hooks_in_force()
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+            assert saved_tensors_hooks_in_force() == pairs[::-1], moment
+    assert moment > len(pairs) * 2
