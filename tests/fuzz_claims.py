@@ -823,7 +823,7 @@ def _operate_at_rest(steps: list[list[str]], *models: nn.Module) -> None:
     found = [dict(model.named_parameters()) for model in models]
     for operation in chain(*steps):
         names = [name for name in found[0] if all(each[name].grad is not None for each in found)]
-        for params in found:
+        for params in found if names else ():
             AT_REST[operation]({name: params[name] for name in names})
 
 
