@@ -171,15 +171,8 @@ def copy_to_host(group: HostGroup, items: Sequence[Item]) -> LateCopies:
 def _is_written_in_sight(shard: FlatShard) -> bool:
     """Return whether every write to a shard comes by us: [Note: Late reads]."""
     spec, guard = shard._shard_spec, shard._guard
-    if (
-        spec.is_whole
-        or spec.owner is not None
-        or kind_of(shard)
-        not in (
-            FlatShard,
-            FlatShardOfDTensor,
-        )
-    ):
+    is_usual = kind_of(shard) in (FlatShard, FlatShardOfDTensor)
+    if spec.is_whole or spec.owner is not None or not is_usual:
         return False  # ops on whole shards may return plain views
     local = shard._local
     if not local.is_cpu or local.nbytes < _LATE_NBYTES:

@@ -127,7 +127,7 @@ class Checkpointable(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """Return the box at `index.offset` as a view of this rank's slice."""
         spec, local = self._shard_spec, self._local
-        if LATE_READS:
+        if LATE_READS.are_there:
             LATE_READS.make(local)  # a load writes to it
         for chunk, box in _chunks(spec):
             if chunk.offsets == index.offset:

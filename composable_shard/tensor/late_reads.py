@@ -31,9 +31,6 @@ class LateReads:
     def __init__(self) -> None:
         self._reads: dict[int, Callable[[], None]] = {}
 
-    def __bool__(self) -> bool:
-        return self.are_there
-
     def begin(self, reads: dict[int, Callable[[], None]]) -> None:
         """Note reads to come."""
         self._reads, self.are_there = reads, True
@@ -59,7 +56,7 @@ def hand_out(local: Tensor, guard: Any) -> None:
     else:
         # On the storage: a row, and a view as another dtype, have a local tensor of their own.
         local.untyped_storage().was_handed_out = True  # type: ignore[attr-defined]
-    if LATE_READS:
+    if LATE_READS.are_there:
         LATE_READS.make(local)
 
 

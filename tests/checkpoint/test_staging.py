@@ -82,6 +82,18 @@ class _SavedProgram:
     def values(self) -> list[Tensor]:
         return [each._local.clone() for each in [*self.params(), *self.states()]]
 
+    def save_at_once(self, path: Path) -> Path:
+        """Save, and wait."""
+        saved = save_checkpoint(path, self.model, self.optimizer, step=1)
+        assert isinstance(saved, Path)
+        return saved
+
+    def save_late(self, path: Path) -> CheckpointSave:
+        """Save in the background."""
+        save = save_checkpoint(path, self.model, self.optimizer, step=1, async_op=True)
+        assert isinstance(save, CheckpointSave)
+        return save
+
 
 def _each(edit: Callable[[Any], object]) -> Callable[[_SavedProgram], None]:
     """Return a program that edits each parameter and each state."""
@@ -260,17 +272,13 @@ def _check_files(tmp_path: Path, name: str, program: _SavedProgram, twin: _Saved
     before, after = parts if isinstance(parts, tuple) else (lambda _: None, parts)
     before(program)
     before(twin)
-    expected = save_checkpoint(tmp_path / "at once", program.model, program.optimizer, step=1)
-    assert isinstance(expected, Path)
+    expected = program.save_at_once(tmp_path / "at once")
     with _copying_held() as may_copy:
-        save = save_checkpoint(
-            tmp_path / "late", program.model, program.optimizer, step=1, async_op=True
-        )
-        assert isinstance(save, CheckpointSave)
+        save = program.save_late(tmp_path / "late")
         after(program)
         may_copy.set()
         path = save.wait()
-    assert not LATE_READS
+    assert not LATE_READS.are_there
     assert _files(path) == _files(expected)
     after(twin)
     if name != "free":
@@ -347,9 +355,8 @@ def test_ops_are_as_usual_when_the_copies_are_made(tmp_path: Path) -> None:
     program = _SavedProgram()
     usual = {name: vars(FlatShard)[name] for name in ("__torch_dispatch__", *DIRECT_OPS)}
     with _copying_held() as may_copy:
-        save = save_checkpoint(tmp_path, program.model, program.optimizer, step=1, async_op=True)
-        assert isinstance(save, CheckpointSave)
-        assert LATE_READS
+        save = program.save_late(tmp_path)
+        assert LATE_READS.are_there
         assert all(vars(FlatShard)[name] is not way for name, way in usual.items())
         may_copy.set()
         save.wait()
@@ -372,8 +379,7 @@ def test_an_error_of_a_late_copy_is_told_on_all_ranks(tmp_path: Path) -> None:
         raise RuntimeError("planned")
 
     with pytest.MonkeyPatch.context() as patch, _copying_held() as may_copy:
-        save = save_checkpoint(tmp_path, program.model, program.optimizer, step=1, async_op=True)
-        assert isinstance(save, CheckpointSave)
+        save = program.save_late(tmp_path)
         if dist.get_rank() == 1:
             patch.setattr(staging._LateCopy, "make_in_thread", fail)
         may_copy.set()
@@ -398,7 +404,7 @@ def test_an_interrupt_before_the_thread_starts_leaves_nothing_behind(tmp_path: P
         patch.setattr(threading.Thread, "start", interrupt)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(tmp_path, program.model, program.optimizer, step=1, async_op=True)
-    assert not LATE_READS
+    assert not LATE_READS.are_there
     for each in (program, twin):
         each.train()
     for value, wanted in zip(program.values(), twin.values(), strict=True):
@@ -415,13 +421,9 @@ def _interrupted() -> Iterator[None]:
 def test_an_interrupt_of_a_copy_leaves_it_to_the_next_write(tmp_path: Path) -> None:
     """The write that it interrupts does not happen."""
     program = _SavedProgram()
-    expected = save_checkpoint(tmp_path / "at once", program.model, program.optimizer, step=1)
-    assert isinstance(expected, Path)
+    expected = program.save_at_once(tmp_path / "at once")
     with _copying_held() as may_copy:
-        save = save_checkpoint(
-            tmp_path / "late", program.model, program.optimizer, step=1, async_op=True
-        )
-        assert isinstance(save, CheckpointSave)
+        save = program.save_late(tmp_path / "late")
         tensors = [x for x in [*program.params(), *program.states()] if x._local.numel()]
         for each in tensors:
             with pytest.MonkeyPatch.context() as patch:
@@ -441,8 +443,7 @@ def test_a_fork_writes_its_own_memory_at_once(tmp_path: Path) -> None:
     """It has no thread that would ever make a copy, nor one that holds its lock."""
     program = _SavedProgram()
     with _copying_held() as may_copy:
-        save = save_checkpoint(tmp_path, program.model, program.optimizer, step=1, async_op=True)
-        assert isinstance(save, CheckpointSave)
+        save = program.save_late(tmp_path)
         locks = [copy._lock for handle in get_handles(program.model) for copy in _copies(handle)]
         for lock in locks:
             lock.acquire()
@@ -495,7 +496,7 @@ def test_saved_gradients_are_copied_before_they_change(tmp_path: Path, name: str
     with _copying_held() as may_copy:
         save = save_checkpoint(tmp_path / "late", model, step=1, extra=extra, async_op=True)
         assert isinstance(save, CheckpointSave)
-        assert LATE_READS
+        assert LATE_READS.are_there
         _GRADIENT_EDITS[name](model)
         may_copy.set()
         assert _files(save.wait()) == _files(expected)
@@ -505,8 +506,7 @@ def test_saved_gradients_are_copied_before_they_change(tmp_path: Path, name: str
 def test_threads_that_write_one_shard_wait_for_its_copy(tmp_path: Path) -> None:
     """Each of them until it is made."""
     program = _SavedProgram()
-    expected = save_checkpoint(tmp_path / "at once", program.model, program.optimizer, step=1)
-    assert isinstance(expected, Path)
+    expected = program.save_at_once(tmp_path / "at once")
     errors: list[BaseException] = []
     make = staging._LateCopy.make
 
@@ -524,10 +524,7 @@ def test_threads_that_write_one_shard_wait_for_its_copy(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, _copying_held() as may_copy:
         patch.setattr(staging._LateCopy, "make", make_slowly)
-        save = save_checkpoint(
-            tmp_path / "late", program.model, program.optimizer, step=1, async_op=True
-        )
-        assert isinstance(save, CheckpointSave)
+        save = program.save_late(tmp_path / "late")
         threads = [threading.Thread(target=write) for _ in range(2)]
         for thread in threads:
             thread.start()
@@ -543,8 +540,7 @@ def test_the_memory_of_a_save_is_freed_by_that_of_another_model(tmp_path: Path) 
     """Though nobody writes to the parameters, which are frozen."""
     program, other = _SavedProgram(), _SavedProgram()
     with _copying_held() as may_copy:
-        save = save_checkpoint(tmp_path, program.model, program.optimizer, step=1, async_op=True)
-        assert isinstance(save, CheckpointSave)
+        save = program.save_late(tmp_path)
         copies = [each for handle in get_handles(program.model) for each in _copies(handle)]
         memory = [weakref.ref(each._both[1]) for each in copies if each._both is not None]
         may_copy.set()
@@ -560,8 +556,7 @@ def test_the_memory_of_a_save_is_freed_by_that_of_another_model(tmp_path: Path) 
 def test_a_handler_may_wait_for_the_save_and_write(tmp_path: Path) -> None:
     """A signal comes while the step makes a copy; SIGTERM's handler waits, and writes."""
     program = _SavedProgram()
-    expected = save_checkpoint(tmp_path / "at once", program.model, program.optimizer, step=1)
-    assert isinstance(expected, Path)
+    expected = program.save_at_once(tmp_path / "at once")
     saves: list[CheckpointSave] = []
     found: list[Path] = []
 
@@ -579,10 +574,7 @@ def test_a_handler_may_wait_for_the_save_and_write(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch, _copying_held() as may_copy:
         patch.setattr(staging, "no_dispatch", handled)
-        save = save_checkpoint(
-            tmp_path / "late", program.model, program.optimizer, step=1, async_op=True
-        )
-        assert isinstance(save, CheckpointSave)
+        save = program.save_late(tmp_path / "late")
         saves.append(save)
         program.train()
         assert _files(found[1]) == _files(expected)
@@ -595,11 +587,10 @@ def test_ranks_stay_in_step_when_only_some_have_made_their_copies(tmp_path: Path
     for each in (program, twin):
         each.model(rank_input(3, 7)).square().mean().backward()
     with _copying_held() as may_copy:
-        save = save_checkpoint(tmp_path, program.model, program.optimizer, step=1, async_op=True)
-        assert isinstance(save, CheckpointSave)
+        save = program.save_late(tmp_path)
         if dist.get_rank() == 0:
             may_copy.set()
-            while LATE_READS:
+            while LATE_READS.are_there:
                 time.sleep(0.01)
         for each in (program, twin):
             nn.utils.clip_grad_norm_(each.model.parameters(), 0.01)
@@ -609,7 +600,7 @@ def test_ranks_stay_in_step_when_only_some_have_made_their_copies(tmp_path: Path
                     if x.dim() == 2:
                         x.mul_(x.t())  # gathers
             each.optimizer.step()
-        assert bool(LATE_READS) == (dist.get_rank() == 1)
+        assert LATE_READS.are_there == (dist.get_rank() == 1)
         may_copy.set()
         save.wait()
     for value, wanted in zip(program.values(), twin.values(), strict=True):
