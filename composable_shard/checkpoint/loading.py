@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,10 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     """
     check_path_order(model, path, "load_checkpoint(path, model, optimizer)")
     group = quiet_group()
-    group.join({"step": step, "strict": strict}, _check_arguments)
+    with suppress(TypeError):
+        step = None if step is None else operator.index(step)  # also of numpy or a tensor
+    known = step if step is None or isinstance(step, int) else repr(step)
+    group.join({"step": known, "strict": bool(strict)}, _check_arguments)
     folder, digest = group.on_first(lambda: _find(path, step))
     optimizers, schedulers = as_dict(optimizer), as_dict(scheduler)
     reader: TensorReader
@@ -202,7 +206,10 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
 
 
 def _check_arguments(told: Messages) -> None:
-    check_same([arguments for arguments, _ in told], "step", "strict")
+    arguments = [each for each, _ in told]
+    check_same(arguments, "step", "strict")
+    if isinstance(step := arguments[0]["step"], str):
+        raise ValueError(f"expected step to be an int, the number of steps taken, got {step}")
 
 
 def _told(

@@ -375,6 +375,13 @@ def test_which_checkpoint_is_found(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no complete checkpoint of step 6"):
         load_checkpoint(tmp_path, model, step=6)
     is_first = dist.get_rank() == 0
+    text: Any = "seven"
+    seven: Any = torch.tensor(7) if is_first else 7
+    assert load_checkpoint(tmp_path, model, step=seven).path == paths[1]
+    with pytest.raises(ValueError, match="expected step to be an int, .*, got 'seven'"):
+        load_checkpoint(tmp_path, model, step=text)
+    with pytest.raises(ValueError, match=r"different values of step: \[7, \"'seven'\"\]"):
+        load_checkpoint(tmp_path, model, step=7 if is_first else text)
     for options in ({"strict": is_first}, {"step": 5 if is_first else 7}):
         with pytest.raises(ValueError, match=f"different values of {next(iter(options))}: "):
             load_checkpoint(tmp_path, model, **options)
