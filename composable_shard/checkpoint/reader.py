@@ -18,7 +18,6 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -197,7 +196,7 @@ class TensorReader:
             parts = local.view(-1).split(_BLOCK_NUMEL)
             for number, part in enumerate(parts):
                 start = region.start + number * _BLOCK_NUMEL
-                part.copy_(self.read(name, replace(region, start=start, end=start + len(part))))
+                part.copy_(self.read(name, region._replace(start=start, end=start + len(part))))
 
     def _find(self, name: str) -> StoredTensor:
         if (stored := self.metadata.tensors.get(name)) is None:
