@@ -218,15 +218,16 @@ def describe_checkpoint(
         lines = [*_summary(reader)]
         for name, each in reader.metadata.tensors.items() if lists_tensors else ():
             shape = "x".join(map(str, each.shape)) or "scalar"
-            lines.append(f"  {name}: {shape} {_short(each.dtype)}, {len(each.pieces)} pieces")
+            number = reader.metadata.num_pieces(name)
+            lines.append(f"  {name}: {shape} {_short(each.dtype)}, {number} pieces")
     return "\n".join(lines)
 
 
 def _summary(reader: CheckpointReader) -> Iterator[str]:
     found, tree = reader.metadata, reader.metadata.tree
-    nbytes = sum(found.files.values())
+    files = [file.nbytes for file in found.files if file.nbytes]
     yield f"{reader.folder}: step {found.step}, saved by {found.world_size} ranks"
-    yield f"{len(found.files)} files, {nbytes:,} bytes; all checksums match"
+    yield f"{len(files)} files, {sum(files):,} bytes; all checksums match"
     for kind, title in (("model", "model"), ("optimizer", "optimizers"), ("extra", "extra")):
         yield _count_tensors(reader, kind, title)
     for kind in ("optimizer", "scheduler"):

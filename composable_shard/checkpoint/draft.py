@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from composable_shard.checkpoint.file_format import (
     byte_view,
     dtype_name,
+    join_pieces,
 )
 from composable_shard.layout import Region, whole_box
 from composable_shard.state_dict import (
@@ -114,6 +115,11 @@ class Item:
         return isinstance(self.values, FlatShard | DTensor)
 
     @property
+    def is_own(self) -> bool:
+        """Whether this rank alone has it under this name, or rank 0's counts: no parameter's."""
+        return self.name.partition("/")[0] in ("rng", "extra") and not self.is_shard
+
+    @property
     def sample(self) -> list[Any]:
         """Its place, and a checksum of some of its values."""
         part = local_part(self.values)
@@ -137,11 +143,14 @@ class Description:
     [Note: Descriptions]
     Most ranks hold the same tensors under the same names. So they compare digests first, and of
     ranks with one digest the lowest alone sends the tree and the lines. Each sends its places: of
-    what it holds of shards. That is a share of the model, however many ranks there are.
+    what it holds of shards. That is a share of the model, however many ranks there are. Whatever
+    differs between ranks that hold the same model is in no digest: each sends lines of its own
+    tensors, as the states of its generators, and rank 0's `extra` is saved.
     """
 
     tree: dict[str, Any]  # all values, encoded
     lines: list[list[Any]]  # of each item name, shape, dtype, order, is_shard, number of owners
+    own: list[list[Any]]  # likewise, of this rank's own items, which come last
     owners: list[Owners | None]  # that lines name by number
     places: list[list[Any]]  # number of a line, start, end, and the box unless it is the whole one
     digest: str  # of tree and lines
@@ -150,29 +159,35 @@ class Description:
     def of(cls, tree: dict[str, Any], items: list[Item]) -> Description:
         """Describe this rank's items."""
         numbers: dict[Owners | None, int] = {}
-        lines, places = [], []
+        lines: list[list[Any]] = []
+        own: list[list[Any]] = []
+        places: list[list[Any]] = []
         for index, item in enumerate(items):
             region, owner = item.region, numbers.setdefault(item.owners, len(numbers))
             what = [item.name, list(item.shape), dtype_name(item.values.dtype)]
-            lines.append([*what, list(region.order), item.is_shard, owner])
+            line = [*what, list(region.order), item.is_shard, owner]
+            (own if item.is_own else lines).append(line)
             if item.is_shard and region.end > region.start:
                 box = [] if region.box == whole_box(item.shape) else [region.box]
                 places.append([index, region.start, region.end, *box])
-        digest = hashlib.sha256(json.dumps([tree, lines]).encode()).hexdigest()
-        return cls(tree, lines, list(numbers), places, digest)
+        common = [{**tree, "extra": None}, lines]
+        digest = hashlib.sha256(json.dumps(common).encode()).hexdigest()
+        return cls(tree, lines, own, list(numbers), places, digest)
 
     def message(self, *, is_whole: bool) -> dict[str, Any]:
         """Return what this rank sends; `is_whole`: the first rank with this digest."""
         common = {"tree": self.tree, "lines": self.lines} if is_whole else {}
-        return {"digest": self.digest, "owners": self.owners, "places": self.places, **common}
+        own = {"digest": self.digest, "owners": self.owners, "own": self.own}
+        return {**own, "places": self.places, **common}
 
 
 def list_items(tensors: dict[str, Tensor], owners: Mapping[str, Owners]) -> list[Item]:
-    """Return this rank's region of each tensor."""
-    return [
+    """Return this rank's region of each tensor, those of its own last."""
+    items = [
         Item(name, region_of(tensor), tensor.shape, tensor, owners.get(name))
         for name, tensor in tensors.items()
     ]
+    return sorted(items, key=lambda item: item.is_own)
 
 
 @dataclass
@@ -180,7 +195,7 @@ class Draft:
     """A checkpoint as all ranks describe it; on rank 0."""
 
     tree: dict[str, Any]  # all values, encoded
-    tensors: dict[str, dict[str, Any]]  # by name, without their pieces
+    tensors: dict[str, dict[str, Any]]  # by name, without their pieces until these are shared
     world_size: int  # number of ranks
     # Ranks with each piece, and the numbers of their lines
     holders: dict[_Piece, list[tuple[int, int]]] = field(default_factory=dict)
@@ -199,7 +214,8 @@ def make_draft(ranks: list[Any]) -> Draft:
     for number, (rank, common) in enumerate(zip(ranks, described, strict=True)):
         lines = common["lines"]
         if rank is common:
-            _add_lines(draft, number, lines)
+            _add_lines(draft, number, lines, 0)
+        _add_lines(draft, number, rank["own"], len(lines))
         for index, start, end, *box in rank["places"]:
             name, shape = lines[index][:2]
             place = tuple(map(tuple, box[0])) if box else whole_box(torch.Size(shape))
@@ -209,9 +225,12 @@ def make_draft(ranks: list[Any]) -> Draft:
     return draft
 
 
-def _add_lines(draft: Draft, number: int, lines: list[list[Any]]) -> None:
-    """Add what a rank is the first to describe; of a whole value it is the holder."""
-    for index, (name, shape, dtype, order, is_shard, _) in enumerate(lines):
+def _add_lines(draft: Draft, number: int, lines: list[list[Any]], first: int) -> None:
+    """Add what a rank is the first to describe; of a whole value it is the holder.
+
+    `first` is the number of the first line.
+    """
+    for index, (name, shape, dtype, order, is_shard, _) in enumerate(lines, first):
         entry = {"shape": shape, "dtype": dtype}
         if order != sorted(order):
             entry["order"] = order
@@ -365,7 +384,7 @@ def _join_groups(found: list[dict[str, Any]], groups: list[dict[str, Any]]) -> N
 def share_pieces(draft: Draft) -> list[list[int]]:
     """Choose one rank for each piece, the largest first: the holder with the least to write.
 
-    Return for each rank the numbers of its lines to write.
+    Return for each rank the numbers of its lines to write. The draft's tensors get their pieces.
     """
     holders, tensors = draft.holders, draft.tensors
     numels = dict.fromkeys(tensors, 0)
@@ -389,9 +408,13 @@ def share_pieces(draft: Draft) -> list[list[int]]:
         dtype: torch.dtype = getattr(torch, tensors[name]["dtype"])
         return int((end - start) * dtype.itemsize)
 
+    places: dict[str, list[tuple[Any, ...]]] = {name: [] for name in tensors}
     # Pieces that only one rank holds come first.
     for piece in sorted(holders, key=lambda piece: (len(holders[piece]) > 1, -nbytes(piece))):
         rank, index = min(holders[piece], key=lambda holder: (loads[holder[0]], holder))
         loads[rank] += nbytes(piece)
         chosen[rank].append(index)
+        places[piece[0]].append((*piece[1:], rank))
+    for name, found in places.items():
+        tensors[name]["pieces"] = join_pieces(torch.Size(tensors[name]["shape"]), found)
     return [sorted(indices) for indices in chosen]

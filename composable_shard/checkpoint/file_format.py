@@ -8,12 +8,22 @@
     path/step_00000100/rank_0_of_2.safetensors      written by rank 0
     path/step_00000100/rank_1_of_2.safetensors
 
-A data file is a valid safetensors file with one 1-D entry for each piece. `metadata.json` begins
-with a checksum of the rest of its text. It holds all values as a JSON tree, with tensors by name,
-and for each tensor its shape, dtype, order in memory and pieces. A piece has a file, an offset, a
-region, and one checksum for each chunk, so that a reader verifies exactly the bytes it reads.
+A data file is a valid safetensors file with one 1-D entry for each piece, and a last one with a
+checksum for each chunk of these, so that a reader verifies exactly the bytes it reads. The header
+and the last entry are its index. `metadata.json` begins with a checksum of the rest of its text. It
+holds all values as a JSON tree, with tensors by name, for each file its length and a checksum of
+its index, and for each tensor its shape, dtype, order in memory and where its pieces are.
+[Note: Runs of pieces]
 Checksums find damage, not forgery. A forged checkpoint can give wrong numbers, but no more: nothing
 in it is executed, and no file outside of its directory is opened.
+
+[Note: Runs of pieces]
+Equal shards of a flat parameter give a tensor one piece in each of many files. All pieces but the
+first and the last have the same length, and each is in the file after that of the piece before. So
+`metadata.json` has a line for a run of pieces, not for a piece: it grows with the parameters, not
+with the ranks. Offsets and checksums are in the index of each file, which a rank reads only if it
+reads values from the file. In version 2 `metadata.json` had a line for each piece, with its offset
+and checksums.
 
 A directory has a temporary name until all of it is on disk, so a directory `step_...` with metadata
 is complete. Saving the same step again makes `step_00000100.1`. A run has a random name, which it
@@ -31,22 +41,24 @@ from __future__ import annotations
 import ctypes
 import json
 import re
+import struct
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from composable_shard.layout import Region, whole_box
+from composable_shard.layout import Bounds, Region, whole_box
 
 CHUNK_NBYTES = 1 << 18
 METADATA = "metadata.json"
 LATEST = "latest"
 LOCK = ".lock"
 _FORMAT = "composable_shard checkpoint"
-_VERSION = 2
+_VERSION = 3
+_WITHOUT_INDEX = 2  # the version before it, which is read
+_TABLE = "checksums"  # the last entry of a data file; names of pieces end with a bracket
 _NUM_COLUMNS = 128  # [Note: Checksums]
 _ROW_NBYTES = 8 * _NUM_COLUMNS
 _FOLDER = re.compile(r"step_(\d{8,12})(?:\.(\d{1,6}))?")
@@ -86,26 +98,46 @@ class Piece(NamedTuple):
     checksums: tuple[int, ...]  # of each chunk
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class DataFile(NamedTuple):
+    """One rank's file. [Note: Checkpoint directory]"""
+
+    name: str
+    nbytes: int  # 0 if the rank has written none
+    # Of version 2: all 0
+    header_nbytes: int
+    table_nbytes: int  # of checksums, at the end of the file
+    checksum: int  # of header and table
+
+    def line(self) -> list[Any]:
+        """Return its line in `metadata.json`."""
+        return [*self[:-1], f"{self.checksum:08x}"]
+
+
+class StoredTensor(NamedTuple):
     """One tensor of a checkpoint."""
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    order: tuple[int, ...] = ()  # the dims, that with the largest stride first
+    lines: Sequence[Any] = ()  # of its pieces, as they are in `metadata.json`
 
 
-@dataclass(frozen=True)
-class Metadata:
+class Metadata(NamedTuple):
     """The content of `metadata.json`."""
 
     step: int  # number of steps taken
     world_size: int  # number of ranks that wrote it
     chunk_nbytes: int  # bytes for each checksum
-    files: dict[str, int]  # bytes of each data file
+    files: tuple[DataFile, ...]  # by number
     tensors: dict[str, StoredTensor]  # by name
     tree: dict[str, Any]  # all values, encoded, with tensors by name
+    has_indices: bool = True  # whether offsets and checksums are in the data files
+
+    def num_pieces(self, name: str) -> int:
+        """Return the number of a tensor's pieces."""
+        lines = self.tensors[name].lines
+        return sum(line[3] for line in lines) if self.has_indices else len(lines)
 
 
 # Names
@@ -143,11 +175,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def make_header(entries: Sequence[tuple[str, torch.dtype, int]]) -> bytes:
     """Return the header of a safetensors file; the entries' data follows without gaps.
 
-    An entry is key, dtype and number of elements.
+    An entry is key, dtype and number of elements. One more follows, of their chunks' checksums.
     """
     header: dict[str, Any] = {"__metadata__": {"format": _FORMAT}}
     end = 0
-    for key, dtype, numel in entries:
+    num_chunks = sum(-(-numel * dtype.itemsize // CHUNK_NBYTES) for _, dtype, numel in entries)
+    for key, dtype, numel in (*entries, (_TABLE, torch.uint8, 4 * num_chunks)):
         nbytes = numel * dtype.itemsize
         kind, factor = _SAFETENSORS.get(dtype, ("U8", dtype.itemsize))
         offsets = [end, end + nbytes]
@@ -156,6 +189,54 @@ def make_header(entries: Sequence[tuple[str, torch.dtype, int]]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def piece_key(name: str, region: Region) -> str:
+    """Return the name of a piece in a data file."""
+    return f"{name}[{region.start}:{region.end}]"
+
+
+class Index:
+    """Where a data file has its pieces, and their checksums.
+
+    Args:
+        file: The file.
+        header: Its first bytes.
+        table: Its last bytes.
+        chunk_nbytes: Bytes for each checksum.
+    """
+
+    def __init__(self, file: DataFile, header: bytes, table: bytes, chunk_nbytes: int) -> None:
+        if zlib.crc32(table, zlib.crc32(header)) != file.checksum:
+            raise ValueError("the checksum of its index does not match")
+        self._file, self._table, self._chunk_nbytes = file, table, chunk_nbytes
+        self._places: dict[str, tuple[int, int, int]] = {}  # offset, bytes, first checksum
+        number = 0
+        for key, entry in json.loads(header[8:]).items():
+            if key in ("__metadata__", _TABLE):
+                continue
+            low, high = map(_count, entry["data_offsets"])
+            self._places[key] = file.header_nbytes + low, high - low, number
+            number += -(-(high - low) // chunk_nbytes)
+        if 4 * number != len(table):
+            raise ValueError(f"it has {len(table) // 4} checksums for {number} chunks")
+
+    def find(self, key: str, region: Region, itemsize: int) -> Piece:
+        """Return a piece by its name."""
+        if key not in self._places:
+            raise ValueError(f"it has no '{key}'")
+        offset, nbytes, first = self._places[key]
+        end = self._file.nbytes - self._file.table_nbytes
+        if nbytes != region.numel * itemsize or offset + nbytes > end:
+            raise ValueError(f"'{key}' has {nbytes} bytes at {offset}")
+        number = -(-nbytes // self._chunk_nbytes)
+        found = struct.unpack_from(f"<{number}I", self._table, 4 * first)
+        return Piece(self._file.name, offset, nbytes, region, found)
+
+
+def pack_checksums(values: Sequence[int]) -> bytes:
+    """Return the last entry of a data file."""
+    return struct.pack(f"<{len(values)}I", *values)
 
 
 # Checksums
@@ -210,10 +291,11 @@ def parse_metadata(text: bytes, path: str) -> Metadata:
         raise ValueError(f"{path} is damaged: its checksum does not match its text")
     try:
         content = json.loads(text)
-        if content["format"] != _FORMAT or content["version"] != _VERSION:
+        known = (_WITHOUT_INDEX, _VERSION)
+        if content["format"] != _FORMAT or content["version"] not in known:
             raise ValueError(
                 f"format {content['format']!r} version {content['version']!r}, expected "
-                f"{_FORMAT!r} version {_VERSION}"
+                f"{_FORMAT!r} version {_VERSION}, or {_WITHOUT_INDEX}"
             )
         return _parse_content(content)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
@@ -226,56 +308,134 @@ def _parse_content(content: dict[str, Any]) -> Metadata:
     chunk_nbytes = _count(content["chunk_nbytes"])
     if chunk_nbytes < _ROW_NBYTES or chunk_nbytes % _ROW_NBYTES:
         raise ValueError(f"chunk_nbytes {chunk_nbytes}, expected a multiple of {_ROW_NBYTES}")
-    files = {_file_name(name): _count(nbytes) for name, nbytes in content["files"]}
-    names = list(files)
-    tensors = {}
-    for name, entry in content["tensors"].items():
-        tensors[name] = _parse_tensor(name, entry, names, files, chunk_nbytes)
+    has_indices = content["version"] != _WITHOUT_INDEX
+    files = tuple(_parse_file(line, has_indices=has_indices) for line in content["files"])
+    tensors = {name: _parse_tensor(name, entry) for name, entry in content["tensors"].items()}
     if not isinstance(content["tree"], dict):
         raise ValueError("expected a dict as tree")
     step, world_size = _count(content["step"]), _count(content["world_size"])
-    return Metadata(step, world_size, chunk_nbytes, files, tensors, content["tree"])
+    tree = content["tree"]
+    return Metadata(step, world_size, chunk_nbytes, files, tensors, tree, has_indices)
 
 
-def _parse_tensor(
-    name: str, entry: dict[str, Any], names: list[str], files: dict[str, int], chunk_nbytes: int
-) -> StoredTensor:
-    shape = torch.Size(_count(size) for size in entry["shape"])
-    dtype = _DTYPES[entry["dtype"]]
+def _parse_file(line: Any, *, has_indices: bool) -> DataFile:
+    name, nbytes, *index = line
+    header_nbytes, table_nbytes, checksum = index if has_indices else (0, 0, "0")
+    file = DataFile(
+        _file_name(name),
+        _count(nbytes),
+        _count(header_nbytes),
+        _count(table_nbytes),
+        int(checksum, 16),
+    )
+    if file.header_nbytes + file.table_nbytes > file.nbytes:
+        raise ValueError(f"{name} has an index of more than its {nbytes} bytes")
+    return file
+
+
+def _parse_tensor(name: str, entry: dict[str, Any]) -> StoredTensor:
+    """Parse all but the lines of pieces, of which a rank needs few."""
+    shape = torch.Size([_count(size) for size in entry["shape"]])
     order = tuple(range(len(shape)))
     if "order" in entry:
         order = tuple(_count(dim) for dim in entry["order"])
         if sorted(order) != list(range(len(shape))):
             raise ValueError(f"'{name}' has order {order}")
-    pieces = []
-    for fields in entry["pieces"]:
-        file, offset, start, end, checksums = fields[:5]
-        box = whole_box(shape)
-        if len(fields) > 5:
-            box = tuple((_count(low), _count(high)) for low, high in fields[5])
-        sizes = torch.Size(high - low for low, high in box)
-        fits = len(box) == len(shape) and all(
-            low <= high <= size for (low, high), size in zip(box, shape, strict=False)
+    return StoredTensor(name, shape, _DTYPES[entry["dtype"]], order, entry["pieces"])
+
+
+# Pieces in metadata
+
+
+def join_pieces(
+    shape: torch.Size, pieces: Iterable[tuple[Bounds, int, int, int]]
+) -> list[list[Any]]:
+    """Return lines for the pieces of a tensor. [Note: Runs of pieces]
+
+    A piece is box, start, end and number of its file. A line is number of the first file, start and
+    end of the first piece, number of pieces, numbers from one file to the next, and the box unless
+    it is the whole tensor.
+
+    Example: elements [0, 4), [4, 10), [10, 16), [16, 17) of a vector in files 5 to 8 are
+    `[[5, 0, 4, 1, 0], [6, 4, 10, 2, 1], [8, 16, 17, 1, 0]]`.
+    """
+    lines: list[list[Any]] = []
+    before = None
+    for box, start, end, file in sorted(pieces):
+        if before == (box, start) and end - start == lines[-1][2] - lines[-1][1]:
+            first, _, _, number, step = lines[-1][:5]
+            if number == 1 or file == first + number * step:
+                lines[-1][3:5] = number + 1, (file - first) // number
+                before = box, end
+                continue
+        own = [] if box == whole_box(shape) else [box]
+        lines.append([file, start, end, 1, 0, *own])
+        before = box, end
+    return lines
+
+
+def split_run(
+    stored: StoredTensor, line: Sequence[Any], num_files: int, target: Region
+) -> Iterator[tuple[int, Region]]:
+    """Yield file and region of the pieces in a line that may have elements of a target."""
+    file, start, end, number, step = line[:5]
+    # The metadata may be damaged or forged: all pieces must be inside the tensor and in some file.
+    region = _parse_region(stored, (start, end), line[5:], _count(number))
+    last = file + (number - 1) * step
+    if not (0 <= file < num_files and 0 <= last < num_files and number <= num_files):
+        raise IndexError(
+            f"'{stored.name}' has {number} pieces in files {file} to {last} of {num_files}"
         )
-        region = Region(box, order, _count(start), _count(end))
-        nbytes = region.numel * dtype.itemsize
-        # The metadata may be damaged or forged: the place must be inside the tensor and its file
-        # before a number of checksums is computed from it.
-        name_of_file = names[_count(file)]
-        if not (fits and start <= end <= sizes.numel()) or offset + nbytes > files[name_of_file]:
-            raise ValueError(
-                f"expected a piece of '{name}' that is inside the tensor and {name_of_file}, got "
-                f"elements {start} to {end} of {sizes.numel()} from byte {offset} on, of "
-                f"{files[name_of_file]}"
-            )
-        values = tuple(int(checksums[i : i + 8], 16) for i in range(0, len(checksums), 8))
-        if len(values) != -(-nbytes // chunk_nbytes):
-            raise ValueError(
-                f"expected {-(-nbytes // chunk_nbytes)} checksums for {nbytes} bytes of '{name}' "
-                f"in {name_of_file}, got {len(values)}"
-            )
-        pieces.append(Piece(name_of_file, _count(offset), nbytes, region, values))
-    return StoredTensor(name, shape, dtype, tuple(pieces))
+    low, high, numel = 0, number, region.numel
+    if numel and (region.box, region.order) == (target.box, target.order):
+        low = max(low, (target.start - start) // numel)
+        high = min(high, -((start - target.end) // numel))
+    for index in range(low, high):
+        ends = start + index * numel, end + index * numel
+        yield file + index * step, Region(region.box, region.order, *ends)
+
+
+def parse_piece(
+    stored: StoredTensor, fields: Sequence[Any], files: Sequence[DataFile], chunk_nbytes: int
+) -> Piece:
+    """Parse a piece of version 2."""
+    number, offset, start, end, digits = fields[:5]
+    region = _parse_region(stored, (start, end), fields[5:], 1)
+    nbytes = region.numel * stored.dtype.itemsize
+    file = files[_count(number)]
+    if _count(offset) + nbytes > file.nbytes:
+        raise ValueError(
+            f"expected a piece of '{stored.name}' that is inside {file.name}, got one from byte "
+            f"{offset} on, of {file.nbytes}"
+        )
+    values = tuple(int(digits[i : i + 8], 16) for i in range(0, len(digits), 8))
+    if len(values) != -(-nbytes // chunk_nbytes):
+        raise ValueError(
+            f"expected {-(-nbytes // chunk_nbytes)} checksums for {nbytes} bytes of "
+            f"'{stored.name}' in {file.name}, got {len(values)}"
+        )
+    return Piece(file.name, offset, nbytes, region, values)
+
+
+def _parse_region(
+    stored: StoredTensor, ends: tuple[Any, Any], boxes: Sequence[Any], number: int
+) -> Region:
+    """Return the first of equal pieces that follow each other, all inside the tensor."""
+    start, end = map(_count, ends)
+    shape = stored.shape
+    box = whole_box(shape)
+    if boxes:
+        box = tuple((_count(low), _count(high)) for low, high in boxes[0])
+    numel = torch.Size([high - low for low, high in box]).numel()
+    fits = len(box) == len(shape) and all(
+        low <= high <= size for (low, high), size in zip(box, shape, strict=False)
+    )
+    if not (fits and start <= end and start + number * (end - start) <= numel):
+        raise ValueError(
+            f"expected a piece of '{stored.name}' that is inside the tensor, got elements {start} "
+            f"to {start + number * (end - start)} of {numel}"
+        )
+    return Region(box, stored.order, start, end)
 
 
 def _count(value: object) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,10 @@ from composable_shard.checkpoint.objects import (
 )
 from composable_shard.checkpoint.peer_reader import PeerReader
 from composable_shard.checkpoint.reader import (
+    PARSE_ERRORS,
     CheckpointReader,
     TensorReader,
+    digest_of,
     find_checkpoint,
     has_checkpoints,
     read_bytes,
@@ -46,7 +49,7 @@ from composable_shard.checkpoint.run_state import (
     list_names,
     read_extra,
 )
-from composable_shard.comm import HostGroup
+from composable_shard.comm import HostGroup, Messages
 from composable_shard.options import StateDictOptions, check_path_order
 from composable_shard.peers import OwnGroup, Rename, named_as, open_run, read_generators
 from composable_shard.state_dict import (
@@ -143,18 +146,20 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     """
     check_path_order(model, path, "load_checkpoint(path, model, optimizer)")
     group = quiet_group()
-    told = group.all_messages({"step": step, "strict": strict})
-    with group.agreed():
-        check_same(told, "step", "strict")
-    text: list[str] = group.on_first(lambda: _find(path, step))
+    with suppress(TypeError):
+        step = None if step is None else operator.index(step)  # also of numpy or a tensor
+    known = step if step is None or isinstance(step, int) else repr(step)
+    group.join({"step": known, "strict": bool(strict)}, _check_arguments)
+    folder, digest = group.on_first(lambda: _find(path, step))
     optimizers, schedulers = as_dict(optimizer), as_dict(scheduler)
     reader: TensorReader
-    if len(text) > 1:
+    if digest is not None:
         with group.agreed():
-            reader = CheckpointReader(Path(text[0]), text[1].encode())
+            reader = CheckpointReader(Path(folder), digest)
     else:
         reader = _open_peers(group, model, optimizers, step, (path, rename))
-    group.on_first(reader.check_files)
+    with group.agreed():
+        reader.check_files(group.rank, group.size)
     check_names(group, reader, {"optimizer": optimizers, "scheduler": schedulers})
     with group.agreed(), _parsing(reader.folder / METADATA):
         trees = [find_stored(reader, "optimizer")[name] for name in optimizers]
@@ -198,6 +203,13 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         taken=("model", "step"),
     )
     return _told(loaded, reader, {"optimizer": optimizers, **given})
+
+
+def _check_arguments(told: Messages) -> None:
+    arguments = [each for each, _ in told]
+    check_same(arguments, "step", "strict")
+    if isinstance(step := arguments[0]["step"], str):
+        raise ValueError(f"expected step to be an int, the number of steps taken, got {step}")
 
 
 def _told(
@@ -244,9 +256,13 @@ def _open_peers(
         }
         own = get_model_state_dict(model)
         reader = PeerReader(named_as(run, own, _tied_names(model), groups, rename))
-    told = group.all_messages(reader.digest)
-    if len(set(told)) > 1:
-        raise ValueError(f"the ranks see different files in {path}: give all ranks the same ones")
+
+    def check_same_files(told: Messages) -> None:
+        if len(told) > 1:
+            text = f"the ranks see different files in {path}: give all ranks the same ones"
+            raise ValueError(text)
+
+    group.join(reader.digest, check_same_files)
     return reader
 
 
@@ -270,7 +286,7 @@ def _parsing(path: Path) -> Iterator[None]:
     """Name the file if the body fails on content that no save has written."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError) as error:
+    except PARSE_ERRORS as error:
         if isinstance(error, ValueError) and str(path.parent) in str(error):
             raise
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
@@ -326,17 +342,16 @@ def _half_loaded(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _find(path: str | os.PathLike[str], step: int | None) -> list[str]:
-    """Return the directory to read, and the text of its metadata, unless it is a peer's."""
+def _find(path: str | os.PathLike[str], step: int | None) -> list[str | None]:
+    """Return the directory to read, and a digest of its metadata, None if it is a peer's."""
     if not has_checkpoints(Path(path)) and open_run(Path(path), step) is not None:
-        return [str(Path(path).absolute())]
+        return [str(Path(path).absolute()), None]
     folder = find_checkpoint(path, step)
     if folder is None:
         which = "" if step is None else f" of step {step}"
         raise ValueError(f"there is no complete checkpoint{which} in {Path(path).absolute()}")
     with reading(folder / METADATA):
-        text = read_bytes(folder / METADATA)
-    return [str(folder.absolute()), text.decode(errors="replace")]
+        return [str(folder.absolute()), digest_of(read_bytes(folder / METADATA))]
 
 
 def _read_rng_state(reader: TensorReader, group: HostGroup) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.reader import TensorReader, shaped_like
-from composable_shard.comm import HostGroup
+from composable_shard.comm import HostGroup, Messages
 from composable_shard.layout import Region
 from composable_shard.state_dict import json_tree
 from composable_shard.tensor import FlatShard, find_places, local_part, region_of
@@ -67,15 +67,18 @@ def check_names(
     optimizers of their own.
     """
     own = {kind: sorted(names) for kind, names in wanted.items()}
-    told = group.all_messages(own if any(own.values()) else None)
-    for kind in own:
-        stored = find_stored(reader, kind)
-        everyones = {name for each in told if each for name in each[kind]}
-        if everyones and everyones != stored.keys():
-            raise ValueError(
-                f"expected the same {kind}s as in {reader.folder}, which has "
-                f"{_named(kind, stored)}; got {_named(kind, everyones)}"
-            )
+
+    def check(told: Messages) -> None:
+        for kind in own:
+            stored = find_stored(reader, kind)
+            everyones = {name for each, _ in told for name in each[kind]}
+            if everyones and everyones != stored.keys():
+                raise ValueError(
+                    f"expected the same {kind}s as in {reader.folder}, which has "
+                    f"{_named(kind, stored)}; got {_named(kind, everyones)}"
+                )
+
+    group.join(own, check)
 
 
 def stage_objects(

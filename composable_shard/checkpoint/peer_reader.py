@@ -42,7 +42,7 @@ class PeerReader(TensorReader):
             name: StoredTensor(name, each.shape, each.dtype, ())
             for name, each in self._sources.items()
         }
-        super().__init__(run.path, Metadata(run.step, run.world_size, 0, {}, tensors, tree))
+        super().__init__(run.path, Metadata(run.step, run.world_size, 0, (), tensors, tree))
         self._files: dict[str, int] = {}
         self._places: dict[Span, int] = {}
 
@@ -94,14 +94,14 @@ class PeerReader(TensorReader):
             self._known[value.spans] = path
         return encoded
 
-    def check_files(self) -> None:
-        """Check that all files are there and are as long as their tensors need."""
+    def check_files(self, rank: int = 0, num_ranks: int = 1) -> None:
+        """Check that a rank's share of the files are there, and as long as their tensors need."""
         ends: dict[str, int] = {}
         for each in self._sources.values():
             for span in each.spans:
                 nbytes = span.item_nbytes or span.region.numel * each.dtype.itemsize
                 ends[span.file] = max(ends.get(span.file, 0), span.offset + nbytes)
-        for file, end in ends.items():
+        for file, end in list(ends.items())[rank::num_ranks]:
             try:
                 size = os.stat(file).st_size
             except OSError as error:

@@ -12,12 +12,12 @@ optimizer that runs its own code in a load must see all values, so the first pas
 from __future__ import annotations
 
 import errno
+import hashlib
 import operator
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,8 @@ from typing_extensions import Self
 from composable_shard.checkpoint.file_format import (
     LATEST,
     METADATA,
+    DataFile,
+    Index,
     Metadata,
     Piece,
     StoredTensor,
@@ -35,6 +37,9 @@ from composable_shard.checkpoint.file_format import (
     checksums,
     parse_folder_name,
     parse_metadata,
+    parse_piece,
+    piece_key,
+    split_run,
 )
 from composable_shard.comm import HOST
 from composable_shard.layout import Region, intersect, overlap, whole
@@ -43,6 +48,10 @@ from composable_shard.tensor import FlatShard, find_places, region_of
 _BLOCK_NUMEL = 1 << 20  # elements located, or moved to another dtype or device, at a time
 _READ_NBYTES = 1 << 20  # read and verified at a time, while a cache of the processor has them
 _MAX_LINES = 100_000
+
+
+# What damaged or forged content raises.
+PARSE_ERRORS = (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError)
 
 
 @contextmanager
@@ -145,8 +154,8 @@ class TensorReader:
     def __exit__(self, *_: object) -> None:
         raise NotImplementedError
 
-    def check_files(self) -> None:
-        """Check that all data files exist and have the right length."""
+    def check_files(self, rank: int = 0, num_ranks: int = 1) -> None:
+        """Check that a rank's share of the data files exist, and have the right length."""
         raise NotImplementedError
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
@@ -187,7 +196,7 @@ class TensorReader:
             parts = local.view(-1).split(_BLOCK_NUMEL)
             for number, part in enumerate(parts):
                 start = region.start + number * _BLOCK_NUMEL
-                part.copy_(self.read(name, replace(region, start=start, end=start + len(part))))
+                part.copy_(self.read(name, region._replace(start=start, end=start + len(part))))
 
     def _find(self, name: str) -> StoredTensor:
         if (stored := self.metadata.tensors.get(name)) is None:
@@ -202,32 +211,115 @@ class TensorReader:
 class CheckpointReader(TensorReader):
     """One checkpoint's tensors."""
 
-    def __init__(self, folder: Path, metadata_text: bytes | None = None) -> None:
-        """Read the metadata, unless the caller has done so."""
+    def __init__(self, folder: Path, digest: str | None = None) -> None:
+        """Read the metadata.
+
+        Args:
+            digest: That of rank 0's metadata. Default: any will do.
+        """
         self._files: dict[str, int] = {}  # descriptors by name
+        self._indices: dict[DataFile, Index] = {}
+        self._pieces: dict[str, list[Piece]] = {}  # of tensors of version 2
         self._buffer = bytearray()
         path = folder / METADATA
-        if metadata_text is None:
-            with reading(path):
-                metadata_text = read_bytes(path)
-        super().__init__(folder, parse_metadata(metadata_text, str(path)))
+        with reading(path):
+            text = read_bytes(path)
+        if digest is not None and digest_of(text) != digest:
+            raise ValueError(
+                f"{path} is another file on this rank than on rank 0: give all ranks the same files"
+            )
+        super().__init__(folder, parse_metadata(text, str(path)))
 
     def __exit__(self, *_: object) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    def check_files(self) -> None:
-        """Check that all data files exist and have the right length."""
-        for name, nbytes in self.metadata.files.items():
+    def check_files(self, rank: int = 0, num_ranks: int = 1) -> None:
+        """Check that a rank's share of the data files exist, and have the right length."""
+        for name, nbytes, *_ in self.metadata.files[rank::num_ranks]:
+            if not nbytes:
+                continue
             path = self.folder / name
             with reading(path), os.fdopen(open_to_read(path), "rb") as file:
                 found = os.fstat(file.fileno()).st_size
             if found != nbytes:
                 raise ValueError(f"{path} is damaged: expected {nbytes} bytes, found {found}")
 
+    @property
+    def indexed_files(self) -> list[DataFile]:
+        """Data files whose index has been read."""
+        return list(self._indices)
+
+    def pieces_of(self, name: str, target: Region) -> Iterator[Piece]:
+        """Yield the pieces of a tensor that may have elements of a region."""
+        stored, files = self._find(name), self.metadata.files
+        if not self.metadata.has_indices:
+            if name not in self._pieces:
+                chunk_nbytes = self.metadata.chunk_nbytes
+                with self._parsing(METADATA):
+                    self._pieces[name] = [
+                        parse_piece(stored, fields, files, chunk_nbytes) for fields in stored.lines
+                    ]
+            yield from self._pieces[name]
+            return
+        if not target.numel:
+            return
+        extent = _extent_of(target)
+        for line in stored.lines:
+            with self._parsing(METADATA):
+                places = list(split_run(stored, line, len(files), target))
+            for number, region in places:
+                # Of a file that has none of the elements not even the index is read.
+                pairs = zip(extent, _extent_of(region), strict=True)
+                if all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs):
+                    yield self._find_piece(stored, files[number], region)
+
+    def _find_piece(self, stored: StoredTensor, file: DataFile, region: Region) -> Piece:
+        with self._parsing(file.name):
+            key = piece_key(stored.name, region)
+            return self._index(file).find(key, region, stored.dtype.itemsize)
+
+    def _index(self, file: DataFile) -> Index:
+        """Return what a data file says about its pieces; read once."""
+        if file not in self._indices:
+            header, table = bytearray(file.header_nbytes), bytearray(file.table_nbytes)
+            self._read(file.name, 0, memoryview(header))
+            self._read(file.name, file.nbytes - len(table), memoryview(table))
+            index = Index(file, bytes(header), bytes(table), self.metadata.chunk_nbytes)
+            self._indices[file] = index
+        return self._indices[file]
+
+    def _read(self, name: str, position: int, output: memoryview) -> None:
+        """Read bytes of a data file."""
+        path = self.folder / name
+        filled = 0
+        with reading(path):
+            if name not in self._files:
+                self._files[name] = open_to_read(path)
+            while filled < len(output):
+                count = os.preadv(self._files[name], [output[filled:]], position + filled)
+                if not count:
+                    break
+                filled += count
+        if filled < len(output):
+            raise ValueError(f"{path} is damaged: it ends at byte {position + filled}")
+
+    @contextmanager
+    def _parsing(self, name: str) -> Iterator[None]:
+        """Name a file if its content is none that a save has written."""
+        try:
+            yield
+        except PARSE_ERRORS as error:
+            path = self.folder / name
+            if isinstance(error, ValueError) and str(path) in str(error):
+                raise
+            reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} is damaged: {reason}") from error
+
     def _read_region(self, name: str, target: Region, output: Tensor | None) -> None:
         stored = self._find(name)
-        num_found = sum(self._read_piece(stored, piece, target, output) for piece in stored.pieces)
+        pieces = self.pieces_of(name, target)
+        num_found = sum(self._read_piece(stored, piece, target, output) for piece in pieces)
         if num_found < target.numel:
             raise ValueError(
                 f"{self.folder / METADATA} is damaged: {target.numel - num_found} elements of "
@@ -299,22 +391,12 @@ class CheckpointReader(TensorReader):
                 part[:] = chunks[from_ - low : to - low]
 
     def _read_chunks(self, piece: Piece, number: int, output: memoryview) -> None:
-        """Read consecutive whole chunks, starting at chunk `first`, and verify them."""
+        """Read consecutive whole chunks, starting at chunk `number`, and verify them."""
         path = self.folder / piece.file
         chunk_nbytes = self.metadata.chunk_nbytes
         position = piece.offset + number * chunk_nbytes
-        filled = 0
-        with reading(path):
-            if piece.file not in self._files:
-                self._files[piece.file] = open_to_read(path)
-            while filled < len(output):
-                count = os.preadv(self._files[piece.file], [output[filled:]], position + filled)
-                if not count:
-                    break
-                filled += count
-        self.nbytes_read += filled
-        if filled < len(output):
-            raise ValueError(f"{path} is damaged: it ends at byte {position + filled}")
+        self._read(piece.file, position, output)
+        self.nbytes_read += len(output)
         # After the length: the checksums of memory that no read has filled would blame other bytes.
         found = checksums(output, chunk_nbytes)
         saved = piece.checksums[number : number + len(found)]
@@ -325,6 +407,16 @@ class CheckpointReader(TensorReader):
                 raise ValueError(
                     f"{path} is damaged: bytes {first} to {end} do not match their checksum"
                 )
+
+
+def _extent_of(region: Region) -> list[tuple[int, int]]:
+    """Return the smallest box of indices, by dim, with all elements of a region that has some."""
+    return [(rows.start, rows.stop) for rows in region.covering_rows()[0]]
+
+
+def digest_of(text: bytes) -> str:
+    """Return a text by which ranks find out that they read the same metadata."""
+    return hashlib.sha256(text).hexdigest()
 
 
 def shaped_like(values: Tensor, target: Tensor) -> Tensor:

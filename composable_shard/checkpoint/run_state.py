@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from composable_shard.checkpoint.file_format import METADATA
 from composable_shard.checkpoint.objects import Change, read_parts, wraps_state
 from composable_shard.checkpoint.reader import TensorReader
-from composable_shard.comm import HostGroup
+from composable_shard.comm import HostGroup, Messages
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (
     Group,
@@ -418,17 +418,25 @@ def list_names(
 def compare_names(group: HostGroup, folder: Path, lists: _NameLists) -> None:
     """Check that every rank finds its names, and that some rank has each name of the checkpoint."""
     unknown = {what: sorted(set(stored) - set(own)) for what, (own, stored) in lists.items()}
-    told: list[dict[str, list[str]]] = group.all_messages(unknown)
+    unexpected: dict[str, list[str]] = group.join(unknown, _find_common)
     with group.agreed():
         for what, (own, stored) in lists.items():
-            unexpected = set.intersection(*(set(each[what]) for each in told if what in each))
-            found = {"missing": set(own) - set(stored), "unexpected": unexpected}
+            found = {"missing": set(own) - set(stored), "unexpected": unexpected[what]}
             parts = [f"{kind}: {_listing(sorted(names))}" for kind, names in found.items() if names]
             if parts:
                 raise ValueError(
                     f"{folder} has other {what} than the model; {'; '.join(parts)}. Pass "
                     "strict=False to load the common ones."
                 )
+
+
+def _find_common(told: Messages) -> dict[str, list[str]]:
+    """Return, of each kind, the names that all ranks have told which tell of that kind."""
+    kinds = {what for unknown, _ in told for what in unknown}
+    return {
+        what: sorted(set.intersection(*(set(each[what]) for each, _ in told if what in each)))
+        for what in kinds
+    }
 
 
 def _listing(names: list[str]) -> str:

@@ -5,7 +5,7 @@ Rank 0 gathers every rank's list of tensor regions and assigns each region to on
 shard goes to the replica with the least to write. A plain tensor goes to the lowest rank that holds
 it, because its values may differ between ranks (buffers). Then
 1. rank 0 locks the run's directory, and makes one in it under a temporary name;
-2. every rank writes its file there, and reports offsets and checksums;
+2. every rank writes its file there, and reports its length and a checksum of its index;
 3. rank 0 writes the metadata, renames the directory, and replaces the file `latest`;
 4. rank 0 renames old checkpoints of the same run, every rank removes its own file of them, and rank
    0 the rest; it unlocks.
@@ -22,6 +22,7 @@ import socket
 import stat
 import time
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -45,18 +46,20 @@ from composable_shard.checkpoint.file_format import (
     LATEST,
     LOCK,
     METADATA,
+    DataFile,
     byte_view,
     checksums,
     data_file_name,
     folder_name,
     make_header,
+    pack_checksums,
     parse_folder_name,
+    piece_key,
     temporary_name,
     write_metadata,
 )
 from composable_shard.checkpoint.reader import list_checkpoints, read_history
 from composable_shard.comm import HostGroup
-from composable_shard.layout import whole_box
 from composable_shard.tensor import local_part
 
 LOCK_TIMEOUT_S = 300.0
@@ -74,7 +77,7 @@ class SavePlan:
     items: list[Item]  # this rank's pieces
     path: Path  # the directory of all checkpoints: rank 0's, which may work in another directory
     run: str  # the name of the run that saves
-    # On rank 0, the metadata's `tree`, and its `tensors` without their pieces
+    # On rank 0, the metadata's `tree` and `tensors`
     content: dict[str, Any] = field(default_factory=dict)
 
 
@@ -147,9 +150,9 @@ def _write(group: HostGroup, name: str, plan: SavePlan, keep_last: int | None) -
     try:
         file = folder / data_file_name(group.rank, group.size)
         with group.agreed():
-            report = _write_data(file, plan.items)
-        reports = group.gather(report)
-        group.on_first(lambda: _publish(path, name, plan, reports, group.size))
+            line = _write_data(file, plan.items)
+        lines = group.gather(line)
+        group.on_first(lambda: _publish(path, name, plan, lines, group.size))
     except BaseException:
         # Also if the connection to another rank is lost.
         if group.is_first:
@@ -231,25 +234,24 @@ def _prepare(path: Path, step: int, lock: _Lock) -> str:
     return name
 
 
-def _write_data(path: Path, items: list[Item]) -> dict[str, Any]:
-    """Write this rank's file; return its name, size and pieces."""
+def _write_data(path: Path, items: list[Item]) -> list[Any]:
+    """Write this rank's file; return its line in the metadata."""
     if not items:
-        return {"name": path.name, "nbytes": 0, "pieces": []}
-    placed = [(item, item.region) for item in items]
+        return DataFile(path.name, 0, 0, 0, 0).line()
     header = make_header(
-        [(f"{i.name}[{r.start}:{r.end}]", i.values.dtype, r.numel) for i, r in placed]
+        [(piece_key(i.name, i.region), i.values.dtype, i.region.numel) for i in items]
     )
-    pieces = []
+    nbytes, found = len(header), list[int]()
     with _created(path) as file:
         files.write(file, header)
-        offset = len(header)
-        for item, region in placed:
+        for item in items:
             values = local_part(item.values)
-            written = _write_values(file, values)
-            box = [] if region.box == whole_box(item.shape) else [region.box]
-            pieces.append([item.name, offset, region.start, region.end, written, *box])
-            offset += values.nbytes
-    return {"name": path.name, "nbytes": offset, "pieces": pieces}
+            found += _write_values(file, values)
+            nbytes += values.nbytes
+        table = pack_checksums(found)
+        files.write(file, table)
+    checksum = zlib.crc32(table, zlib.crc32(header))
+    return DataFile(path.name, nbytes + len(table), len(header), len(table), checksum).line()
 
 
 @contextmanager
@@ -267,35 +269,29 @@ def _created(path: Path) -> Iterator[BinaryIO]:
         raise RuntimeError(f"can't write {path}: {reason}") from failure
 
 
-def _write_values(file: BinaryIO, values: Tensor) -> str:
-    """Write a piece; return the checksums of its chunks, 8 hexadecimal digits each."""
-    found = []
+def _write_values(file: BinaryIO, values: Tensor) -> list[int]:
+    """Write a piece; return the checksums of its chunks."""
+    found: list[int] = []
     step = _BUFFER_NBYTES // values.dtype.itemsize
     for start in range(0, values.numel(), step):
         part = values[start : start + step].cpu()
         data = byte_view(part)
         for low in range(0, len(data), _WRITE_NBYTES):
             files.write(file, data[low : low + _WRITE_NBYTES])
-            found += [f"{each:08x}" for each in checksums(data[low : low + _WRITE_NBYTES])]
-    return "".join(found)
+            found += checksums(data[low : low + _WRITE_NBYTES])
+    return found
 
 
 def _publish(
-    path: Path, name: str, plan: SavePlan, reports: list[dict[str, Any]], world_size: int
+    path: Path, name: str, plan: SavePlan, file_lines: list[list[Any]], world_size: int
 ) -> None:
     """Write the metadata, rename the directory, and point `latest` to it."""
-    tensors = {key: {**entry, "pieces": []} for key, entry in plan.content["tensors"].items()}
-    written = [report for report in reports if report["nbytes"]]
-    for number, report in enumerate(written):
-        for key, *fields in report["pieces"]:
-            tensors[key]["pieces"].append([number, *fields])
     metadata = {
         "step": plan.step,
         "world_size": world_size,
         "chunk_nbytes": CHUNK_NBYTES,
-        "files": [[report["name"], report["nbytes"]] for report in written],
-        "tensors": tensors,
-        "tree": plan.content["tree"],
+        "files": file_lines,
+        **plan.content,
     }
     folder = path / temporary_name(name)
     with _created(folder / METADATA) as file:

@@ -43,7 +43,7 @@ from composable_shard.comm.hooks import (
     then_call_hook,
     wire_nbytes,
 )
-from composable_shard.comm.host_group import HostGroup, get_host_group
+from composable_shard.comm.host_group import HostGroup, Messages, get_host_group
 from composable_shard.comm.launches import MAX_LAUNCH_NBYTES, Launch
 from composable_shard.comm.order import (
     enter_setting,

@@ -28,6 +28,7 @@ from composable_shard.comm.order import order_of
 _KINDS = (ValueError, NotImplementedError, RuntimeError)
 _UNITS = "the comparison of the units"
 _DIGEST_NBYTES = 31  # one more makes a message of 32
+_MAX_RANKS = 16  # in a message
 
 
 def all_bytes(
@@ -59,7 +60,28 @@ def _digest_of(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()[:_DIGEST_NBYTES]
 
 
-class Ranks:
+class Agreeing:
+    """Ranks that raise an error together."""
+
+    def agree(self, problem: Exception | None) -> None:
+        """Raise any rank's problem on all ranks. [Note: All ranks or none]"""
+        raise NotImplementedError
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Raise on all ranks if the body raises on any rank. [Note: All ranks or none]"""
+        problem: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # of any kind, because the other ranks wait
+            problem = error
+        try:
+            self.agree(problem)
+        finally:
+            problem = None  # its traceback holds this frame: a cycle would keep the body's values
+
+
+class Ranks(Agreeing):
     """Ranks that reach each other through process groups. All of them must call its methods."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
@@ -129,19 +151,6 @@ class Ranks:
         )
         raise_found(messages, problem)
 
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """Raise on all ranks if the body raises on any rank. [Note: All ranks or none]"""
-        problem: Exception | None = None
-        try:
-            yield
-        except Exception as error:  # of any kind, because the other ranks wait
-            problem = error
-        try:
-            self.agree(problem)
-        finally:
-            problem = None  # its traceback holds this frame: a cycle would keep the body's values
-
     def copy_from_first(self, tensor: Tensor) -> Tensor:
         """Overwrite a tensor, on any device, with the first rank's, and return it.
 
@@ -187,16 +196,28 @@ def describe_problem(problem: Exception, rank: int) -> list[Any]:
 
 def raise_found(messages: list[Any], own: Exception | None) -> None:
     """Raise the problems from `describe_problem`; None stands for a rank without one."""
+    if (problem := join_problems(messages)) is not None:
+        kind = next(each for each in _KINDS if each.__name__ == problem[1])
+        raise kind(problem[2]) from own
+
+
+def join_problems(messages: list[Any]) -> list[Any] | None:
+    """Return one problem that says what `describe_problem` said of all ranks; None if of none."""
     found = sorted(message for message in messages if message is not None)
     if not found:
-        return
+        return None
     texts: dict[str, list[int]] = {}
     for rank, _, text in found:
         texts.setdefault(text, []).append(rank)
-    joined = "; ".join(f"on ranks {ranks}: {text}" for text, ranks in texts.items())
+    joined = "; ".join(f"on ranks {_listing(ranks)}: {text}" for text, ranks in texts.items())
     is_everywhere = len(texts) == 1 and None not in messages
-    kind = next(each for each in _KINDS if each.__name__ == found[0][1])
-    raise kind(next(iter(texts)) if is_everywhere else joined) from own
+    return [*found[0][:2], next(iter(texts)) if is_everywhere else joined]
+
+
+def _listing(ranks: list[int]) -> str:
+    """Return some of the numbers, because there may be thousands."""
+    more = len(ranks) - _MAX_RANKS
+    return f"{ranks[:_MAX_RANKS]} and {more} more" if more > 0 else str(ranks)
 
 
 def compare_units(

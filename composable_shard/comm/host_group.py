@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import uuid
@@ -13,7 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable_shard.comm.agreement import Ranks, describe_problem, raise_found
+from composable_shard.comm.agreement import (
+    Agreeing,
+    Ranks,
+    describe_problem,
+    join_problems,
+    raise_found,
+)
 from composable_shard.comm.calls import function_called
 from composable_shard.comm.devices import HOST
 from composable_shard.comm.messages import MessageGroup
@@ -21,8 +28,10 @@ from composable_shard.comm.order import enter_setting, identify, order_of
 from composable_shard.comm.watch import begin_watch
 from composable_shard.torch_private import backend_of, timeout_of
 
+Messages = list[tuple[Any, list[int]]]  # each once, with the ranks that have it
 
-class HostGroup(Ranks):
+
+class HostGroup(Agreeing):
     """All ranks of the default process group, or one process without a group, for background work.
 
     A background thread must not change the order of training's collectives. So it has its own
@@ -31,7 +40,6 @@ class HostGroup(Ranks):
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        super().__init__([], torch.device("cpu"))
         self._group = group
         self.rank = 0 if group is None else group.rank()
         self.size = 1 if group is None else group.size()
@@ -63,16 +71,41 @@ class HostGroup(Ranks):
         before, self._staging = self._staging, copies
         return before
 
-    def all_messages(self, message: Any) -> list[Any]:
-        """Return the messages of all ranks, or one None where all are None."""
-        if self._group is not None:
-            has_messages = torch.tensor(
-                [any(self._numbers(int(message is not None)))], dtype=torch.uint8, device=HOST
-            )
-            self._broadcast(has_messages)
-            if not has_messages:
-                return [None]
-        return self.broadcast(self.gather(message))  # type: ignore[no-any-return]
+    def agree(self, problem: Exception | None) -> None:
+        """Raise any rank's problem on all ranks. [Note: All ranks or none]"""
+        message = None if problem is None else describe_problem(problem, self.rank)[1:]
+        raise_found([self.join(message, _join_problems)], problem)
+
+    def join(self, message: Any, function: Callable[[Messages], Any]) -> Any:
+        """Return what `function` makes of the messages of all ranks, or raise its error.
+
+        A rank sends a digest of 32 bytes, and learns whether all ranks have the same message. Then
+        it calls the function. Otherwise rank 0 does, and of each message the lowest rank that has
+        it sends it. So what a rank sends and receives does not grow with the ranks.
+
+        Args:
+            message: A JSON value.
+            function: Gets each message once, with the ranks that have it; returns a JSON value.
+        """
+        if self._group is None:
+            return function([(message, [0])])
+        digest = bytearray(hashlib.sha256(json.dumps(message).encode()).digest())
+        num_rows = self.size if self.is_first else 0
+        rows = torch.empty(num_rows, len(digest), dtype=torch.uint8, device=HOST)
+        self._collect(torch.frombuffer(digest, dtype=torch.uint8), list(rows))
+        digests = list(map(bytes, rows.tolist()))
+        is_same = torch.tensor([len(set(digests)) <= 1], device=HOST)
+        self._broadcast(is_same)
+        if is_same:
+            return function([(message, list(range(self.size)))])
+        holders: dict[bytes, list[int]] = {}
+        for rank, each in enumerate(digests):
+            holders.setdefault(each, []).append(rank)
+        firsts = self.broadcast([ranks[0] for ranks in holders.values()])
+        told = self.gather(message if self.rank in firsts else None)
+        return self.on_first(
+            lambda: function([(told[ranks[0]], ranks) for ranks in holders.values()])
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's JSON value on rank 0, in rank order; an empty list elsewhere."""
@@ -146,6 +179,10 @@ class HostGroup(Ranks):
         order = order_of(self._group)
         order.enter(identify(function_called(with_arguments=False), "message", 0))
         return MessageGroup(self._group, order)
+
+
+def _join_problems(told: Messages) -> list[Any] | None:
+    return join_problems([each and [rank, *each] for each, ranks in told for rank in ranks])
 
 
 def get_host_group() -> HostGroup:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,16 +23,14 @@ from composable_shard.comm.watch import ADVICE, are
 _GroupTuple = tuple[dist.ProcessGroup, ...]
 
 
-@dataclass(frozen=True)
-class Proposal:
+class Proposal(NamedTuple):
     """A change that a rank would make from the next step on, if all ranks agree."""
 
     digest: int  # of it, 32 bits
     accept: Callable[[], None]  # called on all ranks if they have sent the same
 
 
-@dataclass(frozen=True)
-class OptimizerNumbers:
+class OptimizerNumbers(NamedTuple):
     """What an optimizer holds in its parameter groups."""
 
     kind: tuple[str, int]  # its class, and how many groups it has
@@ -41,8 +38,7 @@ class OptimizerNumbers:
     digest: int  # of both, 32 bits
 
 
-@dataclass(frozen=True)
-class StepFacts:
+class StepFacts(NamedTuple):
     """Facts about the program since the last backward.
 
     Attributes:

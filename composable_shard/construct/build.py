@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -82,7 +82,7 @@ def build_state(
     """Carry out the plan: put the FlatShards of the handles into the original parameters.
 
     Args:
-        undo: Gets functions for each parameter. Attributes of the modules are the caller's.
+        undo: Gets what restores the parameters. Attributes of the modules are the caller's.
     """
     form = plan.form
     for number, (_, handle) in enumerate(built):
@@ -90,10 +90,13 @@ def build_state(
         form.prepare(handle)
     # The entries get the users' objects before a form hides these. Places are indexed
     # before they are shown, and an inverse is registered before its change, [Note: Undo].
+    replaced: list[_Replaced] = []
+    hooks: list[RemovableHandle] = []
+    undo += partial(_give_all_back, replaced), partial(_remove_all, hooks)
     for members, handle in built:
         for original, entry in zip(members, handle.entries, strict=True):
             entry.add_slots(original.slots)
-            _replace_parameter(original, entry, undo)
+            _replace_parameter(original, entry, replaced, hooks)
         form.show(handle)
     for item in plan.borrowed:
         undo.append(partial(_show_in, item, item.entry.slots))
@@ -169,15 +172,31 @@ def _build_handle(group: Group, shard_group: ShardGroup, options: UnitOptions) -
     return handle
 
 
+# What undoes the replacement of a parameter: arguments of `give_back`
+_Replaced = tuple[nn.Parameter, Tensor, Tensor | None, dict[str, Any]]
+
+
+def _give_all_back(replaced: list[_Replaced]) -> None:
+    """Undo replacements, the last one first, all of them even if some raise."""
+    with ExitStack() as stack:
+        for each in replaced:
+            stack.callback(give_back, *each)
+
+
+def _remove_all(hooks: list[RemovableHandle]) -> None:
+    for handle in hooks:
+        handle.remove()
+
+
 def _replace_parameter(
-    original: Original, entry: ParamEntry, undo: list[Callable[[], object]]
+    original: Original, entry: ParamEntry, replaced: list[_Replaced], hooks: list[RemovableHandle]
 ) -> None:
     """Turn the original Parameter object into the FlatShard; attributes and `.grad` carry over."""
     param, grad = original.param, original.param.grad
-    undo.append(partial(give_back, param, entry.sharded, grad, dict(vars(param))))
+    replaced.append((param, entry.sharded, grad, vars(param).copy()))
     param.grad = None
     if param.requires_grad and not param.is_inference():  # no graph can have recorded those
-        undo.append(_refuse_graphs_from_before(param, entry.label).remove)
+        hooks.append(_refuse_graphs_from_before(param, entry.label))
     original.strip()
     entry.replace(param)
     if grad is not None and not entry.spec.is_owned_by_other_rank:

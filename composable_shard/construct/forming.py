@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
@@ -35,8 +35,10 @@ from composable_shard.options import (
     strategy_of,
 )
 from composable_shard.runtime import (
+    ShardState,
     apply_policy,
     attach_state,
+    get_states,
     join_owners,
     make_small_group,
     read_state,
@@ -193,18 +195,23 @@ def form_unit(
         shard_group = shard_group.with_reduce_group()
     # Tensors made inside inference mode, or kept from it, could not be trained or written.
     with ExitStack() as undo, torch.inference_mode(False):
-        set_owners(plan, modules, shard_group, owners, undo)
-        _form(plan, shard_group, undo)
+        inner = list(dict.fromkeys(state for root in modules for state in get_states(root)))
+        handles = [handle for state in inner for handle in state.handles]
+        set_owners(plan, handles, shard_group, owners, undo)
+        _form(plan, inner, shard_group, undo)
         undo.pop_all()  # nothing has failed
 
 
-def _form(plan: Plan, shard_group: ShardGroup, undo: ExitStack) -> None:
-    """Carry out a plan. [Note: Undo]"""
+def _form(
+    plan: Plan, inner: Sequence[ShardState], shard_group: ShardGroup, undo: ExitStack
+) -> None:
+    """Carry out a plan around some units. [Note: Undo]"""
     modules = plan.modules
     built = build_handles(plan, shard_group)
     if plan.options.sync_module_states:
         sync_states(plan, built, shard_group, undo)
-    steps = remember(plan)
+    owns = any(handle.has_owned for _, handle in built)
+    steps = remember(plan, inner, owns=owns)
     undo.callback(run_backwards, steps)
     state = build_state(plan, built, shard_group, steps)
     apply_policy(state, plan.reshard_after_forward)

@@ -33,7 +33,6 @@ from composable_shard.options import (
 )
 from composable_shard.runtime import (
     check_can_broadcast,
-    get_handles,
     iter_unmanaged_modules,
     managed_params,
 )
@@ -149,19 +148,18 @@ def _find_kept(plan: Plan) -> None:
 
 def set_owners(
     plan: Plan,
-    modules: Sequence[nn.Module],
+    inner: Sequence[FlatParamHandle],
     shard_group: ShardGroup,
     owners: Mapping[nn.Parameter, int] | None,
     undo: ExitStack,
 ) -> None:
     """Enter the owners of whole parameters into the plan, before anything is built.
 
-    Without `owners` they are balanced together with those in all units inside, which may move:
-    `undo` gets what moves them back.
+    Without `owners` they are balanced together with those of `inner`, the handles of all units
+    inside, which may move: `undo` gets what moves them back.
     """
     whole = [original for original in plan.originals if original.is_owned]
     if owners is None:
-        inner = list(dict.fromkeys(each for root in modules for each in get_handles(root)))
         if not whole and not any(handle.layout.owners for handle in inner):
             return
         sizes = [original.nbytes for original in whole]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor, Placement
 _PARTS: dict[int, PlainPart] = {}  # by the identity of parameters, in calls of `plain_parts`
 
 
-@dataclass(frozen=True)
-class PlainPart:
+class PlainPart(NamedTuple):
     """How a plain parameter lies on a mesh; modules compute with it as it is.
 
     At rest it is what a DTensor of these placements is: state dicts, norms and operations see the

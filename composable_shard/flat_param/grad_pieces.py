@@ -22,8 +22,7 @@ share the buffer's storage; it is left to them, and a new buffer is made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -150,8 +149,7 @@ def move_shard(shard: Tensor, old: FlatLayout, new: FlatLayout, rank: int) -> Te
     return moved
 
 
-@dataclass(frozen=True)
-class Packing:
+class Packing(NamedTuple):
     """How gradients are packed; known once they have buffers.
 
     Attributes:

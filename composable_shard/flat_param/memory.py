@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,7 @@ def plan_layout(
     return FlatLayout.plan(numels, world_size, alignment, blocks=blocks, owners=owners)
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+class MemoryPlan(NamedTuple):
     """The facts that decide which memory a flat parameter gets."""
 
     shard_group: ShardGroup  # the ranks that share it

@@ -14,7 +14,7 @@ that was issued ahead reads nothing yet, so its values are freed unless somebody
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # Kinds of readers, as bits: a step tests an int.
 FORWARD, HELD, GRAPH, LATE_GRAPH, HIDDEN_ALIAS, NESTED = (1 << index for index in range(6))
@@ -27,8 +27,7 @@ BACKWARD = "the end of a backward that publishes gradients"
 CONVERSION = "new full parameters, as after `.to()`"
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """What the values must be spared for one kind of reader, and for how long.
 
     Attributes:

@@ -183,7 +183,7 @@ def find_slots(place: ModuleItems, name: str) -> tuple[Slot, ...]:
 def find_kept_items(module: nn.Module) -> Iterator[tuple[nn.Parameter, Slot]]:
     """Yield each parameter that a module keeps in a list or dict of its own, and its slot."""
     for name, value in vars(module).items():
-        if type(value) in (list, dict) and name not in _OWN_NAMES:
+        if name not in _OWN_NAMES and type(value) in (list, dict):  # most are of torch
             for path, param in _params_in(value, (name,)):
                 yield param, (_KeptItem(module, param), path, None)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 _Ints = tuple[int, ...]
@@ -48,8 +47,7 @@ class Box(NamedTuple):
     start: int  # number of its first element, counted as the region's `start`
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """Elements `[start, end)` of a box of a tensor, in memory order. [Note: Regions]"""
 
     box: Bounds  # a half-open range of indices for each dim of the logical tensor
@@ -94,7 +92,7 @@ class Region:
         lengths = [size for size in self._row_major_sizes if size > 1]
         numel = math.prod(lengths[1:])
         start, end = (-(-bound // numel) * numel for bound in (self.start, self.end))
-        return replace(self, start=start, end=end)
+        return self._replace(start=start, end=end)
 
     def covering_rows(self) -> tuple[tuple[slice, ...], int]:
         """Return the fewest leading rows that hold a region that is not empty.

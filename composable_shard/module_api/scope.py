@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import compress, count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,7 @@ from composable_shard.runtime import (
 )
 
 
-@dataclass(frozen=True)
-class ScopeOptions:
+class ScopeOptions(NamedTuple):
     """The flags of `unshard_params`."""
 
     writeback: bool

@@ -17,7 +17,7 @@ ranks own other parameters in place of a unit, that is an error.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ Owners = dist.ProcessGroup | DeviceMesh
 OtherOwners = Owners | tuple[nn.Module | Iterable[nn.Module | Tensor], Owners]
 
 
-@dataclass(frozen=True)
-class OwnedParams:
+class OwnedParams(NamedTuple):
     """The parameters of a call, by the groups whose ranks own different parameters.
 
     Attributes:

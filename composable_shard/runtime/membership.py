@@ -17,7 +17,7 @@ ran them, or that was passed to `lazy_init`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -47,18 +47,20 @@ def share_context(modules: list[nn.Module]) -> TreeContext:
     return context
 
 
-def remember_trees(states: Iterable[ShardState], *, joins: bool) -> Callable[[], None]:
+def remember_trees(states: Sequence[ShardState], *, joins: bool, owns: bool) -> Callable[[], None]:
     """Return a function that undoes `share_context` and `join_owners` for units.
 
-    With `joins` the units that these reach may be in any tree.
+    With `joins` the units that these reach may be in any tree. `owns`: whether a new unit around
+    them has parameters that one rank owns.
     """
-    states = list(states)
     known = dict.fromkeys(state.context for state in states if state.context is not None)
     known |= dict.fromkeys(list(trees) if joins else ())
     before = [tree.remember() for tree in known]
     contexts = [(state, state.context) for state in states]
     contexts += [(state, tree) for tree in known for state in tree.live_states()]
-    labels = [label for state in states for handle in state.handles for label in handle.labels()]
+    handles = [handle for state in states for handle in state.handles]
+    is_noted = owns or joins or any(handle.has_owned for handle in handles)  # see _note_owned
+    labels = [label for handle in handles if is_noted for label in handle.labels()]
     flags = [(label, label.is_among_owned) for label in labels]
 
     def restore() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -50,20 +50,20 @@ def rename(module: nn.Module) -> None:
             handle.shown.form.rename(name)
 
 
-def remember_names(states: Iterable[ShardState]) -> Callable[[], None]:
+def remember_names(states: Sequence[ShardState]) -> Callable[[], None]:
     """Return a function that undoes `rename` for units."""
-    states = list(states)
     handles = [handle for state in states for handle in state.handles]
     state_names = [(state, state.name) for state in states]
     unit_names = [(handle.label, handle.label.name) for handle in handles]
-    names = [(label, label.fqn) for handle in handles for label in handle.labels()]
+    labels = [label for handle in handles for label in handle.labels()]
+    names = [label.fqn for label in labels]
 
     def restore() -> None:
         for state, name in state_names:
             state.name = name
         for unit_label, name in unit_names:
             unit_label.rename(name)
-        for label, fqn in names:
+        for label, fqn in zip(labels, names, strict=True):
             label.rename(fqn)
 
     return restore

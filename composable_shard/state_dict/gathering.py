@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,8 +25,7 @@ def copied(value: Any, device: torch.device | None) -> Any:
     return value.detach().to(value.device if device is None else device, copy=True)
 
 
-@dataclass(frozen=True)
-class Shares:
+class Shares(NamedTuple):
     """Shards to gather, in the layout of a handle."""
 
     handle: FlatParamHandle  # gives the layout

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +22,7 @@ Optimizers = Optimizer | Iterable[Optimizer]
 States = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """One parameter of an optimizer."""
 
     param: Tensor  # the object that the optimizer holds
@@ -32,8 +30,7 @@ class Member:
     managed: ManagedParam | None = None  # None for a plain parameter
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """One of an optimizer's `param_groups`."""
 
     optimizer: Optimizer

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,7 +122,7 @@ def _refuse_torch_save_reader(spec: ShardSpec) -> None:
 def _gather_tail(local: Tensor, spec: ShardSpec) -> Tensor:
     """Return the elements that complete the last row that begins in this rank's range."""
     ranges = [
-        replace(spec.region, start=start, end=end)
+        spec.region._replace(start=start, end=end)
         for start, end in map(spec.range_of, range(spec.world_size))
     ]
     # What each rank holds of a row that begins on an earlier rank.

@@ -24,8 +24,9 @@ from composable_shard import (
     load_checkpoint,
     save_checkpoint,
 )
-from composable_shard.checkpoint.file_format import checksums
+from composable_shard.checkpoint.file_format import Piece, checksums
 from composable_shard.checkpoint.reader import CheckpointReader
+from composable_shard.layout import whole
 from tests.harness.assertions import assert_equal
 from tests.harness.ranks import run_ranks
 from tests.programs.models import every_granularity, full_tensor_of
@@ -223,14 +224,17 @@ def test_any_layout_loads_what_any_other_saved(layout: str, saved_zoos: list[Pat
     run_ranks(_LAYOUTS[layout][0], _load_zoos, layout, saved_zoos[number % 5 :: 5])
 
 
+def _pieces(reader: CheckpointReader, name: str) -> list[Piece]:
+    return list(reader.pieces_of(name, whole(reader.metadata.tensors[name].shape)))
+
+
 def test_every_element_is_written_once(saved_zoos: list[Path]) -> None:
     """Whatever is replicated, and how often; the header is small."""
     counts = set()
     for folder in saved_zoos:
-        metadata = CheckpointReader(folder / "step_00000001").metadata
-        names = [name for name in metadata.tensors if not name.startswith("rng")]
-        pieces = [piece for name in names for piece in metadata.tensors[name].pieces]
-        counts.add(sum(piece.nbytes for piece in pieces))
+        with CheckpointReader(folder / "step_00000001") as reader:
+            names = [name for name in reader.metadata.tensors if not name.startswith("rng")]
+            counts.add(sum(piece.nbytes for name in names for piece in _pieces(reader, name)))
     assert len(counts) == 1
 
 
@@ -238,17 +242,18 @@ def test_data_files_are_safetensors_files(saved_zoos: list[Path]) -> None:
     """Each entry has the bytes of one piece."""
     for folder in saved_zoos:
         files = list((folder / "step_00000001").glob("*.safetensors"))
-        metadata = CheckpointReader(folder / "step_00000001").metadata
-        assert {file.name for file in files} == metadata.files.keys()
+        with CheckpointReader(folder / "step_00000001") as reader:
+            named = [(n, piece) for n in reader.metadata.tensors for piece in _pieces(reader, n)]
+        assert {file.name for file in files} == {file.name for file in reader.metadata.files}
         entries = {}
         for file in files:
             entries.update({(file.name, key): value for key, value in load_file(file).items()})
         pieces = [
             (piece.file, f"{name}[{piece.region.start}:{piece.region.end}]", piece)
-            for name, stored in metadata.tensors.items()
-            for piece in stored.pieces
+            for name, piece in named
         ]
-        assert {(file, key) for file, key, _ in pieces} == entries.keys()
+        tables = {(file.name, "checksums") for file in files}
+        assert {(file, key) for file, key, _ in pieces} | tables == entries.keys()
         for file, key, piece in pieces:
             data = entries[file, key].view(torch.uint8).numpy().tobytes()
             assert len(data) == piece.nbytes

@@ -125,13 +125,18 @@ _FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
         "a data file of one",
     ),
     "a file too few": (lambda c: c["files"].pop(), "IndexError"),
-    "outside of the file": (
-        lambda c: _first_piece(c).__setitem__(1, 10**9),
-        "from byte 10+ on",
+    "in another file": (lambda c: _first_piece(c).__setitem__(0, 9), "files 9 to 1?[09] of 2"),
+    "in no file": (lambda c: _first_piece(c).__setitem__(0, -1), "in files -1 to "),
+    "too often": (lambda c: _first_piece(c).__setitem__(3, 10**9), "inside the tensor, got"),
+    "often nothing": (
+        lambda c: _first_piece(c).__setitem__(slice(1, 5), [0, 0, 10**9, 0]),
+        "has 1000000000 pieces in files 0 to 0 of 2",
     ),
-    "outside of the tensor": (lambda c: _first_piece(c).__setitem__(3, 10**9), "to 1000000000 of"),
+    "outside of the tensor": (lambda c: _first_piece(c).__setitem__(2, 10**9), "to \\d{10} of"),
     "negative": (lambda c: _first_piece(c).__setitem__(1, -8), "at least 0, got -8"),
-    "no checksums": (lambda c: _first_piece(c).__setitem__(4, ""), "checksums for .* bytes of"),
+    "a text": (lambda c: _first_piece(c).__setitem__(0, "0"), "TypeError"),
+    "a longer index": (lambda c: c["files"][0].__setitem__(2, 10**9), "more than its"),
+    "a shorter index": (lambda c: c["files"][1].__setitem__(3, 0), f"{_FILE}.* of its index"),
     "other bytes as generators": (
         lambda c: c["tensors"].update(
             {f"rng/{rank}": c["tensors"]["optimizer/state/inp.weight/step"] for rank in range(2)}
@@ -158,6 +163,47 @@ _FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+def _rewrite_index(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Edit the header of a data file, and make the checksum of its index right again."""
+    path = folder / _FILE
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    content = json.loads(data[8:start])
+    edit(content)
+    text = json.dumps(content).encode()
+    header = len(text).to_bytes(8, "little") + text
+    path.write_bytes(header + data[start:])
+
+    def describe(metadata: Any) -> None:
+        line = metadata["files"][1]
+        line[1:3] = len(header) + len(data) - start, len(header)
+        line[4] = f"{zlib.crc32(data[-line[3] :], zlib.crc32(header)):08x}"
+
+    _rewrite(folder / "metadata.json", describe)
+
+
+def _own_piece(content: dict[str, Any]) -> dict[str, Any]:
+    return next(each for key, each in content.items() if key.startswith("model/inp.weight["))
+
+
+_INDEX_FORGERIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "index: outside": (
+        lambda c: _own_piece(c).update(data_offsets=[10**9, 10**9 + 8]),
+        rf"{_FILE} is damaged: 'model/inp.weight\[.*' has 8 bytes at 1000",
+    ),
+    "index: negative": (lambda c: _own_piece(c).update(data_offsets=[-8, 0]), "at least 0, got -8"),
+    "index: shorter": (
+        lambda c: _own_piece(c)["data_offsets"].__setitem__(1, _own_piece(c)["data_offsets"][0]),
+        rf"{_FILE} is damaged: it has \d+ checksums for \d+ chunks",
+    ),
+    "index: another name": (
+        lambda c: c.update({"x": c.pop(next(k for k in c if k.startswith("model/inp.weight[")))}),
+        rf"{_FILE} is damaged",
+    ),
+    "index: a list": (lambda c: c.update(more=[1]), rf"{_FILE} is damaged: TypeError"),
+}
+
+
 def _refuse_all(root: Path, names: list[str]) -> list[str]:
     return [_refused_load(root / name) for name in names]
 
@@ -171,7 +217,11 @@ def test_damage_is_named_and_nothing_is_changed(tmp_path: Path) -> None:
     for name, (edit, _) in _FORGERIES.items():
         shutil.copytree(tmp_path / "good", tmp_path / name)
         _rewrite(tmp_path / name / "step_00000001" / "metadata.json", edit)
-    expected = {name: message for name, (_, message) in (_DAMAGES | _FORGERIES).items()}
+    for name, (edit, _) in _INDEX_FORGERIES.items():
+        shutil.copytree(tmp_path / "good", tmp_path / name)
+        _rewrite_index(tmp_path / name / "step_00000001", edit)
+    cases = _DAMAGES | _FORGERIES | _INDEX_FORGERIES
+    expected = {name: message for name, (_, message) in cases.items()}
     errors, others = run_ranks(2, _refuse_all, tmp_path, list(expected))
     assert errors == others
     for (name, message), error in zip(expected.items(), errors, strict=True):
@@ -266,9 +316,31 @@ def test_what_one_rank_can_not_read_no_rank_loads(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, *_trained_net(), step=1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr("composable_shard.checkpoint.reader.os.open", _failing_call(errno.EACCES))
+            fail, work = _failing_call(errno.EACCES), os.open
+            patch.setattr(
+                "composable_shard.checkpoint.reader.os.open",
+                lambda path, *args: (fail if "rank" in path.name else work)(path, *args),
+            )
         error = _refused_load(tmp_path)
     assert re.search(r"on ranks \[1\]: can't read .*rank_\d_of_2.*Permission denied", error)
+    load_checkpoint(tmp_path, *_trained_net(seed=1))
+
+
+@pytest.mark.fast
+@distributed(2)
+def test_ranks_that_see_other_metadata_load_nothing(tmp_path: Path) -> None:
+    """A rank that reads another file of the name, as one whose disk is its own."""
+    path = save_checkpoint(tmp_path, *_trained_net(), step=1)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            text = (path / "metadata.json").read_bytes()
+            other = text.replace(b'"step":1', b'"step":2')
+            patch.setattr("composable_shard.checkpoint.reader.read_bytes", lambda _: other)
+        error = _refused_load(tmp_path)
+    assert re.search(
+        r"on ranks \[1\]: .*metadata.json is another file on this rank than on rank 0: give", error
+    )
     load_checkpoint(tmp_path, *_trained_net(seed=1))
 
 
@@ -303,6 +375,13 @@ def test_which_checkpoint_is_found(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no complete checkpoint of step 6"):
         load_checkpoint(tmp_path, model, step=6)
     is_first = dist.get_rank() == 0
+    text: Any = "seven"
+    seven: Any = torch.tensor(7) if is_first else 7
+    assert load_checkpoint(tmp_path, model, step=seven).path == paths[1]
+    with pytest.raises(ValueError, match="expected step to be an int, .*, got 'seven'"):
+        load_checkpoint(tmp_path, model, step=text)
+    with pytest.raises(ValueError, match=r"different values of step: \[7, \"'seven'\"\]"):
+        load_checkpoint(tmp_path, model, step=7 if is_first else text)
     for options in ({"strict": is_first}, {"step": 5 if is_first else 7}):
         with pytest.raises(ValueError, match=f"different values of {next(iter(options))}: "):
             load_checkpoint(tmp_path, model, **options)
