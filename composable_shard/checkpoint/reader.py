@@ -266,14 +266,16 @@ class CheckpointReader(TensorReader):
         if not target.numel:
             return
         extent = _extent_of(target)
-        for line in stored.lines:
-            with self._parsing(METADATA):
-                places = list(split_run(stored, line, len(files), target))
-            for number, region in places:
+        with self._parsing(METADATA):
+            found = [
+                (files[number], region)
+                for line in stored.lines
+                for number, region in split_run(stored, line, len(files), target)
                 # Of a file that has none of the elements not even the index is read.
-                pairs = zip(extent, _extent_of(region), strict=True)
-                if all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs):
-                    yield self._find_piece(stored, files[number], region)
+                if _may_share(extent, _extent_of(region))
+            ]
+        for file, region in found:
+            yield self._find_piece(stored, file, region)
 
     def _find_piece(self, stored: StoredTensor, file: DataFile, region: Region) -> Piece:
         with self._parsing(file.name):
@@ -413,6 +415,12 @@ class CheckpointReader(TensorReader):
 def _extent_of(region: Region) -> list[tuple[int, int]]:
     """Return the smallest box of indices, by dim, with all elements of a region that has some."""
     return [(rows.start, rows.stop) for rows in region.covering_rows()[0]]
+
+
+def _may_share(extent: list[tuple[int, int]], other: list[tuple[int, int]]) -> bool:
+    """Return whether two boxes of indices have an element in common."""
+    pairs = zip(extent, other, strict=True)
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs)
 
 
 def digest_of(text: bytes) -> str:
