@@ -387,7 +387,9 @@ def split_run(
             f"'{stored.name}' has {number} pieces in files {file} to {last} of {num_files}"
         )
     low, high, numel = 0, number, region.numel
-    if numel and (region.box, region.order) == (target.box, target.order):
+    if not numel:
+        raise ValueError(f"'{stored.name}' has a piece without elements")
+    if (region.box, region.order) == (target.box, target.order):
         low = max(low, (target.start - start) // numel)
         high = min(high, -((start - target.end) // numel))
     for index in range(low, high):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,13 @@ class PeerReader(TensorReader):
 
     @property
     def digest(self) -> str:
-        """A text that is equal on ranks that see the same files."""
-        told = hashlib.sha256()
+        """A text that is equal on ranks that see the same files.
+
+        What is in the files as text counts too: files of two steps have tensors at equal places.
+        """
+        tree = self.metadata.tree
+        values = [self.run.step, self.run.world_size, tree["scheduler"], tree["scaler"]]
+        told = hashlib.sha256(json.dumps(values).encode())
         for name, each in self._sources.items():
             spans = [(Path(span.file).name, span.offset, span.region) for span in each.spans]
             told.update(repr((name, tuple(each.shape), str(each.dtype), spans)).encode())

@@ -5,8 +5,9 @@ A load that kept everything until all of it is verified would need memory for a 
 rank's part of the run. So the first pass verifies all bytes and keeps only values without memory in
 the run (the state of an optimizer that has taken no step). When all ranks agree that everything
 fits, a second pass reads the other values into their places, from the same open files, and verifies
-them again. A load can stop in the middle only if a file can't be read a second time. A model or
-optimizer that runs its own code in a load must see all values, so the first pass keeps them.
+them again. A load can stop in the middle only if a file can't be read a second time. Of more than
+`_MAX_FILES` some are opened again. A model or optimizer that runs its own code in a load must see
+all values, so the first pass keeps them.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from composable_shard.tensor import FlatShard, find_places, region_of
 _BLOCK_NUMEL = 1 << 20  # elements located, or moved to another dtype or device, at a time
 _READ_NBYTES = 1 << 20  # read and verified at a time, while a cache of the processor has them
 _MAX_LINES = 100_000
+_MAX_FILES = 512  # open at a time: a process may often have 1024, and more ranks have written
 
 
 # What damaged or forged content raises.
@@ -265,14 +267,16 @@ class CheckpointReader(TensorReader):
         if not target.numel:
             return
         extent = _extent_of(target)
-        for line in stored.lines:
-            with self._parsing(METADATA):
-                places = list(split_run(stored, line, len(files), target))
-            for number, region in places:
+        with self._parsing(METADATA):
+            found = [
+                (files[number], region)
+                for line in stored.lines
+                for number, region in split_run(stored, line, len(files), target)
                 # Of a file that has none of the elements not even the index is read.
-                pairs = zip(extent, _extent_of(region), strict=True)
-                if all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs):
-                    yield self._find_piece(stored, files[number], region)
+                if _may_share(extent, _extent_of(region))
+            ]
+        for file, region in found:
+            yield self._find_piece(stored, file, region)
 
     def _find_piece(self, stored: StoredTensor, file: DataFile, region: Region) -> Piece:
         with self._parsing(file.name):
@@ -295,6 +299,8 @@ class CheckpointReader(TensorReader):
         filled = 0
         with reading(path):
             if name not in self._files:
+                if len(self._files) == _MAX_FILES:
+                    os.close(self._files.pop(next(iter(self._files))))
                 self._files[name] = open_to_read(path)
             while filled < len(output):
                 count = os.preadv(self._files[name], [output[filled:]], position + filled)
@@ -412,6 +418,12 @@ class CheckpointReader(TensorReader):
 def _extent_of(region: Region) -> list[tuple[int, int]]:
     """Return the smallest box of indices, by dim, with all elements of a region that has some."""
     return [(rows.start, rows.stop) for rows in region.covering_rows()[0]]
+
+
+def _may_share(extent: list[tuple[int, int]], other: list[tuple[int, int]]) -> bool:
+    """Return whether two boxes of indices have an element in common."""
+    pairs = zip(extent, other, strict=True)
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs)
 
 
 def digest_of(text: bytes) -> str:

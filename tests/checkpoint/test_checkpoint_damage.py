@@ -30,6 +30,7 @@ from composable_shard import (
     save_checkpoint,
 )
 from composable_shard.checkpoint import files
+from composable_shard.conversion import describe_checkpoint
 from composable_shard.layout import Region
 from composable_shard.state_dict.json_tree import decode, encode, merge
 from composable_shard.tensor.operands import find_places
@@ -135,6 +136,12 @@ _FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
     "outside of the tensor": (lambda c: _first_piece(c).__setitem__(2, 10**9), "to \\d{10} of"),
     "negative": (lambda c: _first_piece(c).__setitem__(1, -8), "at least 0, got -8"),
     "a text": (lambda c: _first_piece(c).__setitem__(0, "0"), "TypeError"),
+    "half a file": (lambda c: _first_piece(c).__setitem__(0, 0.5), "TypeError"),
+    "nothing": (lambda c: _first_piece(c).extend([[[0, 0], [0, 0]]]), "inside the tensor, got"),
+    "a piece of nothing": (
+        lambda c: _first_piece(c).__setitem__(slice(1, 6), [0, 0, 1, 0, [[0, 0], [0, 0]]]),
+        "has a piece without elements",
+    ),
     "a longer index": (lambda c: c["files"][0].__setitem__(2, 10**9), "more than its"),
     "a shorter index": (lambda c: c["files"][1].__setitem__(3, 0), f"{_FILE}.* of its index"),
     "other bytes as generators": (
@@ -227,6 +234,9 @@ def test_damage_is_named_and_nothing_is_changed(tmp_path: Path) -> None:
     for (name, message), error in zip(expected.items(), errors, strict=True):
         assert re.search(message, error), f"{name}: {error}"
         assert str(tmp_path / name) in error or name == "latest: foreign"
+    for name in ("a text", "half a file", "a piece of nothing"):  # also where nothing is loaded
+        with pytest.raises(ValueError, match=rf"{name}.*metadata.json is damaged: "):
+            describe_checkpoint(tmp_path / name)
 
 
 class _Bomb:

@@ -6,6 +6,7 @@ All ranks are threads of one process here; each has described the model as one o
 from __future__ import annotations
 
 import json
+import os
 import queue
 import threading
 from collections import Counter, defaultdict
@@ -233,6 +234,27 @@ def test_a_load_at_another_world_size_does_not_grow_with_the_ranks(tmp_path: Pat
         assert counts["received"] <= few_counts["received"] + 8  # digits
         assert counts["messages"] == few_counts["messages"]
         assert max(few_lines) == max(many_lines) == 3
+
+
+def test_few_of_many_files_are_open(tmp_path: Path) -> None:
+    """One rank reads what more ranks wrote than it may have files open, twice."""
+    _plan(32, 3, 64 * 32, tmp_path, writes=True)
+    numbers = []
+    open_to_read = reader.open_to_read
+
+    def note(path: Path) -> int:
+        numbers.append(len(os.listdir("/dev/fd")))
+        return open_to_read(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "_MAX_FILES", 8)
+        patch.setattr(reader, "open_to_read", note)
+        with CheckpointReader(tmp_path / "step_00000001") as opened:
+            for number in (0, 1, 2, 0):
+                values = opened.read_whole(f"model/weight{number}")
+                assert_equal(values, torch.arange(64.0 * 32) + 1000 * number)
+    assert len(numbers) > 1 + 32  # some again
+    assert max(numbers) - numbers[0] <= 8
 
 
 def test_groups_are_named_once_for_each_handle(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +23,7 @@ from composable_shard import (
 )
 from composable_shard.checkpoint import LoadedCheckpoint
 from tests.harness.assertions import assert_equal
-from tests.harness.ranks import run_ranks
+from tests.harness.ranks import distributed, run_ranks
 from tests.peers import model as run
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -182,6 +183,20 @@ def test_milestones_of_a_scheduler_are_counted_still(tmp_path: Path) -> None:
         each[2].step()
         rates.append(each[2].get_last_lr())
     assert rates == [[0.25], [0.25]]
+
+
+@distributed(2)
+def test_ranks_with_files_of_other_steps_load_nothing(tmp_path: Path) -> None:
+    """Each rank has a disk of its own, and one of them an older file of the same form."""
+    path = tmp_path / str(dist.get_rank()) / "run.pt"
+    path.parent.mkdir()
+    model = nn.Linear(2, 2)
+    torch.save({"model": model.state_dict(), "step": 4 - dist.get_rank()}, path)
+    with torch.no_grad():
+        model.weight.zero_()
+    with pytest.raises(ValueError, match=r"the ranks see different files in .*run\.pt"):
+        load_checkpoint(path, model)
+    assert not model.weight.any()
 
 
 def test_accelerates_directory_continues() -> None:
