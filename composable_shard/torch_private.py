@@ -377,12 +377,12 @@ def is_in_step() -> bool:
     return any(running("torch.optim.optimizer", "wrapper"))  # of `profile_hook_step`
 
 
-def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any] | None) -> None:
+def set_hooks(tensor: Tensor, before: dict[int, Any] | None, after: dict[int, Any] | None) -> None:
     """Set a tensor's hooks before and after accumulation of its gradient; None keeps its own."""
-    if early:
-        tensor._backward_hooks = early
-    if late:
-        tensor._post_accumulate_grad_hooks = late
+    if before:
+        tensor._backward_hooks = before
+    if after:
+        tensor._post_accumulate_grad_hooks = after
 
 
 # The innermost Python frame of each thread, by the thread's number.
