@@ -68,6 +68,7 @@ class Program:
     holds: bool = False  # full parameters stay unsharded from before a step until after it
     reads_kept: bool = False  # what blocks have kept is read and written after a step
     is_new: bool = False  # the step is the first one of the model
+    has_hooks: bool = False  # on gradients of one block
     world_size: int = 2
     is_alike: bool = True  # all ranks run the same lines
 
@@ -88,6 +89,9 @@ PROGRAMS = {
     "held": Program(holds=True, reads_kept=True),
     "held_optim": Program({"strategy": ShardingStrategy.SHARD_OPTIM}, holds=True, reads_kept=True),
     "first_step": Program({"strategy": ShardingStrategy.SHARD_GRAD_OP}, is_new=True),
+    "first_forward": Program(is_new=True),  # under saved-tensor hooks of the library
+    "buckets": Program({"bucket_cap_mb": 1e-4}),
+    "hooks": Program(microbatches=2, has_hooks=True),
 }
 
 
@@ -170,6 +174,8 @@ class _InterruptedRun:
             for block in model.blocks:
                 fully_shard(block, **program.options)
             fully_shard(model, **program.options)
+        for param in self.sharded.blocks[1].parameters() if program.has_hooks else ():
+            param.register_post_accumulate_grad_hook(_note_gradient)
         self.optimizers: dict[nn.Module, torch.optim.Optimizer] = {
             model: torch.optim.SGD(model.parameters(), lr=0.05)
             for model in (self.plain, self.sharded, self.loaded)
@@ -310,6 +316,10 @@ class _InterruptedRun:
         for name, param in self.plain.named_parameters():
             assert_close(values[name], param.detach(), f"parameter {name}")
         self.optimizers[self.sharded].zero_grad()
+
+
+def _note_gradient(param: Tensor) -> None:
+    assert param.grad is not None
 
 
 class OutOfStepError(Exception):
