@@ -57,7 +57,7 @@ class Buckets(Order):
             if _has_buckets(item.state):
                 item.is_counted = True
                 if item.is_reduced:
-                    item.order = self
+                    item.order = self.weak
                     self._items.append(item)
         queue.asks_for_late = queue.asks_for_late or bool(self._items)
 
@@ -93,7 +93,7 @@ class Buckets(Order):
         # One that was reduced after a later call waits for the end: where a rank has no gradient
         # from this call, its end reduces nothing. One whose hooks wait has their order.
         is_open = item.ends_with == self.window and item not in self.queue.issued
-        if is_open and (item.order is self or item.order.keeps_order):
+        if is_open and (item.order is self.weak or item.order.keeps_order):
             item.stage = READY
             for each in backward.ready_with(item):
                 if each.stage is READY:

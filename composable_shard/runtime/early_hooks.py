@@ -55,7 +55,7 @@ class EarlyHooks(Order):
         """Become the order of the handles with hooks."""
         for handle, item in self.queue.items.items():
             if handle.shown.has_early_hooks:
-                item.order, item.is_counted = self, True
+                item.order, item.is_counted = self.weak, True
 
     def precede(self, item: Item) -> None:
         """Collect the handles that are final; start the flags of one that is over.

@@ -56,13 +56,13 @@ class Postponed(Order):
         queue = self.queue
         for item in queue.items.values():
             if not item.is_reduced:
-                item.order, self._has_postponed = self, True
+                item.order, self._has_postponed = self.weak, True
             elif not queue.accumulates or not item.handle.requires_grad:
                 # Without new gradients too waiting ones are reduced: of all handles, or of none.
                 waits = item.handle.grads.waits_for_reduction
                 queue.accumulates = queue.accumulates or waits
                 if waits and not item.handle.requires_grad:
-                    item.order = self
+                    item.order = self.weak
 
     def nest(self) -> None:
         """Note which handles are to be reduced after all, as a backward inside this one begins.

@@ -96,7 +96,7 @@ class AgreedOrder(Order):
         for handle in self._known.arrange(handles):
             item = queue.items[handle]
             if item.is_reduced and handle.requires_grad:
-                item.order = self
+                item.order = self.weak
                 queue.ordered.append(item)
         expected = [item for item in queue.ordered if self._known.expects(item.handle)]
         self._expected = queue.divide(expected)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, ClassVar
+from weakref import proxy
 
 from composable_shard.comm import FlagReduction, Proposal, ShardGroup, trace
 from composable_shard.flat_param import KEEP_MEMORY, FlatParamHandle, Round, run_gradient_hooks
@@ -133,6 +134,9 @@ class Order:
     `ReductionQueue.orders`, and are told what happens to all handles of the tree.
 
     Attributes:
+        queue: The queue, weakly, which has the order.
+        weak: The order itself, weakly, for its items. Without cycles, what a backward has made goes
+            with it, and a model that is deleted takes its handles along.
         place: Among the orders of a backward, which act in this order. One further on may take the
             items of one before.
         is_watching: It is told of all units, not only of its own.
@@ -150,7 +154,8 @@ class Order:
     acts: ClassVar[Mapping[Phase, Callable[[Any, Ending], None]]] = {}
 
     def __init__(self, queue: ReductionQueue) -> None:
-        self.queue = queue
+        self.queue: ReductionQueue = proxy(queue)
+        self.weak: Order = proxy(self)
 
     # The backward begins
 
@@ -236,6 +241,7 @@ class ReductionQueue:
         self.issued: dict[Item, None] = {}
         self.accumulates = self.is_sure = self.asks_for_late = self.is_ending = False
         self.hook_error: BaseException | None = None
+        self._default = Order(self)
 
     def choose(self, states: Sequence[ShardState]) -> None:
         """Make the orders that the tree's units need; nothing is sent."""
@@ -251,7 +257,7 @@ class ReductionQueue:
 
     def begin(self, states: Sequence[ShardState]) -> None:
         """Enter the tree's handles. An order may issue collectives."""
-        default = Order(self)
+        default = self._default.weak
         self.asks_for_late = self.context.graphs.has_regions
         for state in states:
             for handle in state.handles:
