@@ -198,17 +198,20 @@ class BackwardPass:
         """Return the handles that can be reduced now that an item is ready.
 
         In a fixed order that is the item. Else it is the trained handles of its unit, up to the
-        first one that is not ready, unless another unit ends before.
+        first one that is not ready, unless another unit ends before. So it is for a fixed order,
+        too, where the unit's end reduces other handles between these.
         """
-        if item.order.keeps_order:
-            return iter([item])
+        is_over = item.ends_with == NO_CALL
         same = [
             each
             for each in self._in_use
             if each.state is item.state and each.ends_with == item.ends_with
         ]
-        is_next = item.ends_with == NO_CALL or same[0] is self._in_use[0]
-        trained = [each for each in same if each.handle.requires_grad and is_next]
+        trained = [each for each in same if each.handle.requires_grad]
+        if item.order.keeps_order and (is_over or all(each.order.keeps_order for each in trained)):
+            return iter([item])
+        if not is_over and same[0] is not self._in_use[0]:
+            return iter(())
         return takewhile(lambda each: each.stage is not OPEN, trained)
 
     # The backward ends
