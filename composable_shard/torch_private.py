@@ -12,7 +12,6 @@ are asked in a row, `DisableTorchFunctionSubclass` is in force around all of the
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -151,25 +150,29 @@ class GivingWay:
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
-        self._num_asking = 0
-        self._lock = threading.Lock()
+        self._asking: set[int] = set()
         self._torchs: Callable[[str], AbstractContextManager[None]] | None = None
 
-    def begin(self) -> None:
-        """Run the function before torch refuses hooks, until `end`."""
-        with self._lock:
-            self._num_asking += 1
-            if self._torchs is None:
-                self._torchs = torch.autograd.graph.disable_saved_tensors_hooks
-                vars(torch.autograd.graph)[_DISABLE] = self._disable
+    def begin(self, key: int) -> None:
+        """Run the function before torch refuses hooks, until `end` is called with this key."""
+        self._asking.add(key)
+        self._install()
 
-    def end(self) -> None:
-        """Undo one `begin`."""
-        with self._lock:
-            self._num_asking -= 1
-            if self._num_asking == 0 and self._torchs is not None:
-                vars(torch.autograd.graph)[_DISABLE] = self._torchs
-                self._torchs = None
+    def _install(self) -> None:
+        found = torch.autograd.graph.disable_saved_tensors_hooks
+        if found != self._disable:
+            self._torchs = found
+            vars(torch.autograd.graph)[_DISABLE] = self._disable
+
+    def end(self, key: int) -> None:
+        """Undo `begin`, if that was not done."""
+        # Without a lock, which an interrupt at the end of its block would leave taken for ever.
+        self._asking.discard(key)
+        is_installed = torch.autograd.graph.disable_saved_tensors_hooks == self._disable
+        if is_installed and not self._asking:
+            vars(torch.autograd.graph)[_DISABLE] = self._torchs
+            if self._asking:  # another thread has begun meanwhile
+                self._install()
 
     def _disable(self, error_message: str) -> AbstractContextManager[None]:
         torchs = self._torchs or torch.autograd.graph.disable_saved_tensors_hooks
@@ -177,16 +180,19 @@ class GivingWay:
         return torchs(error_message)
 
 
-def saved_tensors_hooks_in_force() -> list[tuple[Any, Any]]:
-    """Return all saved-tensor hooks in force, topmost first; torch shows the topmost alone.
+def saved_tensors_hooks_in_force(down_to: Any = None) -> list[tuple[Any, Any]]:
+    """Return the saved-tensor hooks in force, topmost first; torch shows the topmost alone.
 
-    So they are taken off and put back, also where an interrupt comes at any line.
+    So they are taken off and put back, also where an interrupt comes at any line. With `down_to`,
+    only the hooks down to those that pack with this function, if there are such.
     """
     found: list[tuple[Any, Any]] = []
     try:
         while (top := top_saved_tensors_hooks(False)) is not None:
             found.append(top)
             pop_saved_tensors_hooks()
+            if top[0] == down_to:
+                break
         _push_back(found)
     except BaseException:
         left = top_saved_tensors_hooks(False)
@@ -198,6 +204,30 @@ def saved_tensors_hooks_in_force() -> list[tuple[Any, Any]]:
 
 def _push_back(hooks: Sequence[tuple[Any, Any]]) -> None:
     deque(starmap(push_saved_tensors_hooks, reversed(hooks)), 0)  # one call, for interrupts
+
+
+def begin_saved_tensors_hooks(pack: Any, unpack: Any, note: Callable[[], object]) -> None:
+    """Push hooks and call a function of C, between which no interrupt comes."""
+    _call_all([partial(push_saved_tensors_hooks, pack, unpack), note])
+
+
+def end_saved_tensors_hooks(pack: Any, note: Callable[[], object], *, instead: Any = None) -> None:
+    """Remove hooks even from beneath others, and call a function of C: all, or nothing.
+
+    Without hooks that pack with `pack`, those that pack with `instead` are removed, if any.
+    """
+    for each in (pack, instead):
+        *above, last = saved_tensors_hooks_in_force(each) or [(None, None)]
+        if each is not None and last[0] == each:
+            pops = [pop_saved_tensors_hooks] * (len(above) + 1)
+            pushes = [partial(push_saved_tensors_hooks, *pair) for pair in reversed(above)]
+            _call_all([*pops, *pushes, note])
+            return
+    note()
+
+
+def _call_all(functions: Sequence[Callable[[], object]]) -> None:
+    deque(map(methodcaller("__call__"), functions), 0)  # one call, for interrupts
 
 
 # Whether a transform of `torch.func` runs, and a context in which none does.
@@ -347,12 +377,12 @@ def is_in_step() -> bool:
     return any(running("torch.optim.optimizer", "wrapper"))  # of `profile_hook_step`
 
 
-def set_hooks(tensor: Tensor, early: dict[int, Any] | None, late: dict[int, Any] | None) -> None:
+def set_hooks(tensor: Tensor, before: dict[int, Any] | None, after: dict[int, Any] | None) -> None:
     """Set a tensor's hooks before and after accumulation of its gradient; None keeps its own."""
-    if early:
-        tensor._backward_hooks = early
-    if late:
-        tensor._post_accumulate_grad_hooks = late
+    if before:
+        tensor._backward_hooks = before
+    if after:
+        tensor._post_accumulate_grad_hooks = after
 
 
 # The innermost Python frame of each thread, by the thread's number.

@@ -93,6 +93,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {"granularity": "param"},
     "flat": {"use_orig_params": False},
     "kept": {"reshard_after_forward": False},
+    "alone": {"prefetch_nbytes": 0},  # each collective
     "mesh": {},
     "three": {},
     "comm_hook": {},
@@ -324,6 +325,28 @@ def _backward_twice(run: Run) -> None:
     loss.backward(retain_graph=True)
     loss.backward()
     run.update()
+
+
+def _train_on_a_block(run: Run, factor: float | None) -> None:
+    outputs: list[Tensor] = []
+    hook = run.model.blocks[1].register_forward_hook(lambda *call: outputs.append(call[2]))
+    loss = run.loss()
+    hook.remove()
+    of_block = outputs[0].square().mean()
+    (of_block if factor is None else of_block + factor * loss).backward()
+    run.update()
+
+
+@difference()
+def _loss_of_a_block(run: Run) -> None:
+    """The backward passes over the units behind it."""
+    _train_on_a_block(run, None)
+
+
+@difference()
+def _loss_of_a_block_and_zero(run: Run) -> None:
+    """The backward reaches all units."""
+    _train_on_a_block(run, 0.0)
 
 
 @difference(is_plain=False)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.autograd.graph import saved_tensors_hooks
 
+from composable_shard.runtime.saved_values import Inspection, SavedValues
 from composable_shard.torch_private import saved_tensors_hooks_in_force
 from tests.harness.ranks import run_ranks
 from tests.interrupts import PROGRAMS, Interrupter, count_lines, on_all_ranks, run_chunk
@@ -44,4 +45,28 @@ def test_hooks_in_force_stay_where_they_are_at_any_moment() -> None:
             else:
                 break
             assert saved_tensors_hooks_in_force() == pairs[::-1], moment
+    assert moment > len(pairs) * 2
+
+
+def test_hooks_above_those_of_a_call_stay_where_they_are_at_any_moment() -> None:
+    """They are a user's; the library's own are gone when the next call has cleaned up."""
+    pairs = [(lambda x: x, lambda x: x) for _ in range(3)]
+    with saved_tensors_hooks(*pairs[0]):
+        for moment in count(1):
+            hooks = SavedValues(Inspection(), "?", [], below=pairs[0], others=pairs[0])
+            hooks.begin()
+            with saved_tensors_hooks(*pairs[1]), saved_tensors_hooks(*pairs[2]):
+                before = saved_tensors_hooks_in_force()
+                assert [*before[:2], before[3]] == pairs[::-1]
+                is_over = False
+                try:
+                    with Interrupter(moment).watching():
+                        hooks.end()
+                        is_over = True
+                except KeyboardInterrupt:
+                    assert saved_tensors_hooks_in_force() in (before, pairs[::-1]), moment
+                    hooks.end()
+                assert saved_tensors_hooks_in_force() == pairs[::-1], moment
+            if is_over:
+                break
     assert moment > len(pairs) * 2

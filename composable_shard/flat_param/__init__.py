@@ -35,7 +35,7 @@ from composable_shard.flat_param.owners import balance_owners
 from composable_shard.flat_param.param_classes import UnshardedParameter
 from composable_shard.flat_param.pending_gradients import (
     drop_pending,
-    forget_pending,
+    drop_unpublished,
     keep_left_gradients,
     mark_pending,
     pending_values,

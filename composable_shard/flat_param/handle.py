@@ -72,6 +72,7 @@ class FlatParamHandle:
         is_attached: The unsharded parameters and their hooks exist.
         on_gradient: Called for the first gradient of a round at least, see `attach`.
         drop_gradient: Called for each gradient that the user drops, see `attach`.
+        keep_gradients: Called for gradients that the user may have set, see `attach`.
         is_sharded: False if each rank holds everything: then nothing is gathered.
         is_kept: The unsharded buffer is never freed, see [Note: Kept buffers].
         memory: The dtypes and devices of the shard and the full values; allocates both.
@@ -131,6 +132,7 @@ class FlatParamHandle:
         self.is_attached = False
         self.on_gradient: GradientHook | None = None
         self.drop_gradient: GradientHook | None = None
+        self.keep_gradients: Callable[[FlatParamHandle], None] | None = None
 
     def __repr__(self) -> str:
         """Say which unit's it is, what it holds, and where this rank is among the ranks."""
@@ -240,7 +242,12 @@ class FlatParamHandle:
 
     # The parameters, kept in step with the buffers
 
-    def attach(self, on_gradient: GradientHook, drop_gradient: GradientHook) -> None:
+    def attach(
+        self,
+        on_gradient: GradientHook,
+        drop_gradient: GradientHook,
+        keep_gradients: Callable[[FlatParamHandle], None],
+    ) -> None:
         """Build the unsharded parameters and their hooks; the entries' slots are final now.
 
         Args:
@@ -248,8 +255,10 @@ class FlatParamHandle:
                 parameter has been accumulated, in the thread that runs the backward; not for those
                 that `grads.pack_further` takes, most of them.
             drop_gradient: Called likewise when the user drops the gradient of a full parameter.
+            keep_gradients: Called where the user may have set gradients of full parameters.
         """
         self.on_gradient, self.drop_gradient = on_gradient, drop_gradient
+        self.keep_gradients = keep_gradients
         # Inference tensors could never be trained, whatever context the first call runs in.
         with torch.inference_mode(False), torch.no_grad():
             self._build_unsharded_params()

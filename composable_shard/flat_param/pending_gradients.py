@@ -52,11 +52,15 @@ def unmark_pending(handle: FlatParamHandle) -> None:
                 drop_waiting(handle, indices)
 
 
-def forget_pending(handle: FlatParamHandle) -> None:
-    """Remove all PendingGradients at rest, even after an interrupted `mark_pending`."""
+def drop_unpublished(handle: FlatParamHandle) -> None:
+    """Drop all gradients but the published ones after an error, those that wait and in flight too.
+
+    Parameters at rest show none that wait, even after an interrupted `mark_pending`.
+    """
     for each in handle.shown.at_rest:
         hide_pending(each.sharded)
     handle.grads.marks.clear()
+    handle.grads.drop()
 
 
 def drop_waiting(handle: FlatParamHandle, indices: Iterable[int]) -> None:

@@ -9,7 +9,7 @@ from composable_shard.comm import FlagReduction
 from composable_shard.flat_param import (
     FlatParamHandle,
     drop_pending,
-    forget_pending,
+    drop_unpublished,
     pending_values,
     run_gradient_hooks,
     unmark_pending,
@@ -80,8 +80,7 @@ def reduce_pending_gradients(module: nn.Module, *, recurse: bool = True) -> None
     except BaseException:
         # Drop all gradients, as after an error in a backward: `zero_grad` would not see them.
         for _, handle in handles:
-            forget_pending(handle)
-            handle.grads.drop()
+            drop_unpublished(handle)
         raise
     for handle in due:
         run_gradient_hooks(handle.shown)

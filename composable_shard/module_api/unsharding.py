@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from composable_shard.flat_param import RESHARD, follow_writes, keep_left_gradients
+from composable_shard.flat_param import RESHARD, follow_writes
 from composable_shard.runtime import (
     ShardState,
     TrainingState,
@@ -114,6 +114,7 @@ def _reshard(state: ShardState) -> None:
     if state.training_state is TrainingState.IDLE:
         for handle in state.needed_handles:
             if not handle.full.readers.claims:
-                keep_left_gradients(handle)
+                if handle.keep_gradients is not None:
+                    handle.keep_gradients(handle)
                 handle.full.end_graphs(RESHARD)
             release_handle(handle)

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from composable_shard.comm import has_failed
-from composable_shard.flat_param import forget_pending
+from composable_shard.flat_param import drop_unpublished
 from composable_shard.runtime.gathers import return_to_idle
 from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.saved_values import warn_of_late_read
@@ -40,8 +40,7 @@ def drop_aborted(context: TreeContext) -> None:
         for handle in state.handles:
             if not handle.full.params.is_locked:
                 handle.full.params.warn_of_edits("in a backward hook")
-            forget_pending(handle)
-            handle.grads.drop()
+            drop_unpublished(handle)
     return_to_idle(context)
     context.has_aborted = False
 

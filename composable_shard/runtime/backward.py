@@ -38,7 +38,7 @@ class CallReached:
 
     Attributes:
         backward_id: Autograd's number of the last backward to which the call was announced.
-        runs_alone: Whether no other unit of its tree ran in this call, [Note: Buckets].
+        runs_alone: Whether no other unit of its tree ran in this call, nor may it run again.
     """
 
     __slots__ = ("_num_writes", "backward_id", "call", "outer", "runs_alone", "state")
@@ -78,8 +78,8 @@ class CallReached:
         if torch.is_grad_enabled():
             backward.make_graph(state)
         backward.reach(state, self.call.number, self.call.end)
-        if state.has_buckets:
-            backward.queue.open_window(state, self.call.number, runs_alone=self.runs_alone)
+        for each in backward.queue.watchers:
+            each.reach(state, self.call.number, runs_alone=self.runs_alone)
         if state.training_state is TrainingState.PRE_BACKWARD and all(
             # The owner of borrowed handles may have ended since, and freed them.
             handle.shown.is_unsharded
@@ -126,14 +126,13 @@ def recompute(state: ShardState) -> None:
         return
     backward = begin_backward(context)
     backward.recomputed.add(state)
-    if not backward.queue.reduces_all and torch.is_grad_enabled():
-        backward.queue.ask_again()
     last = state.last_call
     if last.region is not None and last.number >= context.graphs.start:
         # There may be no unit around it whose output was reached, [Note: End of a unit].
         ends = [unit.last_call.end for unit in alive(last.region.units)]
         backward.end_units_after(max(ends, default=last.end))
-    backward.queue.check_not_written(state.needed_handles)
+    for order in backward.queue.orders:
+        order.recompute(state)
     for handle in state.needed_handles:
         if handle in backward.queue.items:
             # Restart the count: earlier gradients don't count towards this forward's.
@@ -159,7 +158,7 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
     if backward is None or item is None or item.ends_with == NOT_IN_USE:
         backward, item = _enter(state, handle, index)
     backward.queue.accumulates = True
-    is_counted = state.has_buckets or item.ends_with == NO_CALL or handle.shown.has_early_hooks
+    is_counted = item.is_counted or item.ends_with == NO_CALL
     _pack(backward, item, index, is_counted=is_counted)
     if is_counted and item.count(index):
         backward.end_full(item)
@@ -198,7 +197,8 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
             for each in state.handles:
                 each.full.readers.add(NESTED)
         if not item.is_reduced and item.is_wanted:
-            backward.queue.ask_again()
+            for order in backward.queue.orders:
+                order.nest()
     # If gradients overwrote values on some ranks only, these ranks alone would gather the values
     # again for a recomputation.
     may_overwrite = (

@@ -14,23 +14,20 @@ from __future__ import annotations
 
 import weakref
 from bisect import insort
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise, takewhile
 
 from composable_shard.comm import FlagReduction
-from composable_shard.flat_param import (
-    FlatParamHandle,
-    mark_pending,
-    unmark_pending,
-)
 from composable_shard.runtime.aborted import drop_aborted, note_abort
 from composable_shard.runtime.gathers import release_after_backward, return_to_idle
 from composable_shard.runtime.lockstep import step_facts
 from composable_shard.runtime.open_graphs import Region, alive
+from composable_shard.runtime.phases import Phase
 from composable_shard.runtime.reduction_queue import (
-    LATE,
     NO_CALL,
     NOT_IN_USE,
+    Ending,
     Item,
     ReductionQueue,
 )
@@ -55,7 +52,6 @@ class BackwardPass:
         regions: Checkpointed regions whose units were gathered before the region ran again.
         prefetched: Units gathered ahead that have not run; True: the user chose the unit.
         makes_graph: The backward's own nodes are recorded, [Note: Graphs of gradients].
-        waiting: Handles with gradients that wait for a later reduction.
     """
 
     def __init__(self, context: TreeContext) -> None:
@@ -68,7 +64,6 @@ class BackwardPass:
         self.regions: set[Region[ShardState]] = set()
         self.prefetched: dict[ShardState, bool] = {}
         self.makes_graph = False
-        self.waiting: dict[FlatParamHandle, None] = {}
         self._engine_callback: weakref.ref[_EngineCallback] | None = None
         self._reaches_earlier_call = False  # before the tree's last call
         self._in_use: list[Item] = []  # handles in use, in the order in which they end
@@ -84,12 +79,14 @@ class BackwardPass:
         armed = alive(reversed(graphs.armed))
         self.following = dict(pairwise(reversed(graphs.armed)))
         self.states = context.live_states()
+        # Writes are refused first. Then `choose` drops what users have dropped since, before their
+        # other changes are adopted: that may move what waits into another buffer.
         for state in self.states:
             for handle in state.handles:
                 handle.guard.set_in_backward(True)
-                if handle.grads.marks:
-                    unmark_pending(handle)
-                    self.waiting[handle] = None
+        self.queue.choose(self.states)
+        for state in self.states:
+            for handle in state.handles:
                 if handle.guard.has_new_attributes:
                     handle.adopt_changes()
         graphs.has_regions = graphs.has_regions or len(graphs.may_recompute) > 0
@@ -164,20 +161,17 @@ class BackwardPass:
     def end_units_after(self, call: int) -> None:
         """Reduce and free the units whose calls all began at this number or later."""
         while self._in_use and self._in_use[0].ends_with >= call:
-            self._end(self._in_use[0])
+            self.end_item(self._in_use[0])
 
-    def _end(self, item: Item) -> None:
-        """Reduce a handle that is over, or note that its gradients wait; free full parameters."""
+    def end_item(self, item: Item) -> None:
+        """Reduce a handle that is over, or let its order note it; free full parameters."""
         handle = item.handle
         self._in_use.remove(item)
         item.ends_with = NOT_IN_USE
         if not handle.full.readers.claims and not handle.full.params.is_locked:
             handle.adopt_shown_changes("in a backward hook")
-        if item.is_reduced and (handle.requires_grad or handle.grads.waits_for_reduction):
-            self.queue.end(item)
-        elif handle.requires_grad and self.queue.accumulates:
-            handle.grads.postpone()
-            self.waiting[handle] = None
+        if handle.requires_grad or item.order.has_waiting(item):
+            item.order.end(item)
         item.counted.clear()
         # Memory that gradients took from the values stays until their reduction has read it.
         release_after_backward(handle)
@@ -185,152 +179,137 @@ class BackwardPass:
             item.state.transition(TrainingState.POST_BACKWARD)
 
     def end_full(self, item: Item) -> None:
-        """Note that all gradients of a handle have come; reduce what is ready and first.
+        """Note that all gradients of a handle have come.
 
         If the backward has reached no call of its unit, as in reentrant checkpointing, the handle
-        ends here. A bucket may be reduced although its unit is not, [Note: Buckets].
+        ends here. Else its unit is not over, and most orders wait for that.
         """
-        queue, call = self.queue, item.ends_with
-        is_over = call == NO_CALL
-        if item.stage is not OPEN or not (is_over or queue.is_in_window(item)):
+        if item.stage is not OPEN:
+            return
+        if item.ends_with != NO_CALL:
+            for order in self.queue.watchers:
+                order.fill(item, self)
             return
         item.stage = READY
-        mine = [each for each in self._in_use if each.state is item.state]
-        same = [each for each in mine if each.ends_with == call]
-        is_next = is_over or same[0] is self._in_use[0]
-        trained = [each for each in same if each.handle.requires_grad and is_next]
-        ready = takewhile(lambda each: each.stage is not OPEN, trained)
-        for each in [item] if item.is_agreed else ready:
-            if is_over:
-                self._end(each)
-            elif each.stage is READY:
-                queue.make_ready(each, is_early=True)
+        for each in self.ready_with(item):
+            self.end_item(each)
+
+    def ready_with(self, item: Item) -> Iterator[Item]:
+        """Return the handles that can be reduced now that an item is ready.
+
+        In a fixed order that is the item. Else it is the trained handles of its unit, up to the
+        first one that is not ready, unless another unit ends before. So it is for a fixed order,
+        too, where the unit's end reduces other handles between these.
+        """
+        is_over = item.ends_with == NO_CALL
+        same = [
+            each
+            for each in self._in_use
+            if each.state is item.state and each.ends_with == item.ends_with
+        ]
+        trained = [each for each in same if each.handle.requires_grad]
+        if item.order.keeps_order and (is_over or all(each.order.keeps_order for each in trained)):
+            return iter([item])
+        if not is_over and same[0] is not self._in_use[0]:
+            return iter(())
+        return takewhile(lambda each: each.stage is not OPEN, trained)
 
     # The backward ends
 
     def finish(self) -> None:
-        """Reduce the remaining handles, publish all gradients, and run their hooks."""
-        queue, context = self.queue, self.context
-        queue.is_ending = True
-        queue.collect()  # first: the flags below leave out handles with final gradients
-        self._end_asked()
-        unsynced = self._find_unsynced() if queue.accumulates or queue.asked else []
-        items = self._pack_rest(unsynced)
-        if queue.is_sure:
-            # Other ranks may have issued these reductions already, and wait for this rank.
-            self._issue_rest(unsynced)
-        if queue.agreed:
-            for item in [item for item in self._in_use if item.is_agreed]:
-                self._end(item)
-            queue.issue_expected()
-        asks = queue.asks_for_late
-        flags = FlagReduction(
-            [
-                (
-                    item.handle.shard_group,
-                    queue.flags_of(item) if asks else item.handle.grads.used,
-                )
-                for item in items
-            ],
-            highest=LATE if asks else 1,
-            facts=step_facts(queue.items if items else ()),  # without items nothing is compared
-            proposal=queue.propose() if queue.agreed else None,
-        )
-        context.flag_reductions.append(flags)
-        if not queue.accumulates:
-            # Another rank may accumulate gradients of a unit that this rank skipped.
-            queue.accumulates = any(any(used) for used in flags.finish())
-        if not queue.is_sure:
-            self._issue_rest(unsynced)
-        if queue.accumulates and (queue.agreed or asks):
-            queue.issue_last(items, flags)
-        queue.deliver()
-        published = self._publish(items, flags)
-        context.graphs.num_open = 0
-        for handle in self.waiting:
-            mark_pending(handle)
-        return_to_idle(context)
-        # Until here an interrupt counts as an abort of the backward.
-        context.backward, context.graphs.spans_calls = None, self._reaches_earlier_call
-        # Run hooks last: a user's hook may raise, or step an optimizer.
-        self._run_last_hooks(published)
+        """Go through the phases of the end: reduce what is left, publish all gradients."""
+        orders, ending = self.queue.orders, Ending(self)
+        self.queue.note_end()
+        for phase, act in _PHASES:
+            for order in orders:
+                if phase in order.acts:
+                    order.acts[phase](order, ending)
+            if act is not None:
+                act(self, ending)
 
-    def _end_asked(self) -> None:
-        """Let the handles that a nested backward asked to reduce wait for the end's reductions."""
-        for item in self.queue.asked:
-            if item.ends_with != NOT_IN_USE:
-                self._end(item)  # on this rank, perhaps; so the order below is that of all ranks
-            item.is_reduced = True
-
-    def _find_unsynced(self) -> list[Item]:
-        """Return the handles not reached that have gradients of earlier or nested backwards."""
-        queue = self.queue
-        return [
-            item
-            for item in queue.items.values()
-            if item.is_reduced
-            and not item.is_agreed
-            and item.ends_with == NOT_IN_USE
-            and item not in queue.issued
-            and (
-                item in queue.asked
-                or item.handle.grads.is_unsynced
-                or (item.handle.grads.reduction.deferred is not None and not item.is_deferred)
-            )
-        ]
-
-    def _pack_rest(self, unsynced: list[Item]) -> list[Item]:
-        """Pack the gradients not packed yet; return the handles that are published at the end."""
+    def _pack_rest(self, ending: Ending) -> None:
+        """Pack the gradients not packed yet; list the handles that are published at the end."""
         queue = self.queue
         in_use = [
             item
             for item in self._in_use
-            if item.is_reduced
-            and (item.handle.requires_grad or item.handle.grads.waits_for_reduction)
+            if item.is_reduced and (item.handle.requires_grad or item.order.has_waiting(item))
         ]
-        for item in [*queue.agreed, *in_use, *unsynced]:
+        for item in [*queue.ordered, *in_use, *ending.rest]:
             if item.ends_with == NOT_IN_USE and item not in queue.issued:
                 item.handle.adopt_changes()  # no call has done it: the unit did not run
             item.handle.grads.pack_rest(may_overwrite=not item.keeps_values)
-        found = dict.fromkeys([*queue.agreed, *queue.issued, *in_use, *unsynced])
-        return [item for item in found if item.stage not in EARLY]
+        found = dict.fromkeys([*queue.ordered, *queue.issued, *in_use, *ending.rest])
+        ending.items = [item for item in found if item.stage not in EARLY]
 
-    def _issue_rest(self, unsynced: list[Item]) -> None:
-        """Reduce the handles that are still in use at the end, and the given others."""
+    def end_ordered(self) -> None:
+        """End the handles in use that have a fixed order."""
+        for item in [item for item in self._in_use if item.order.keeps_order]:
+            self.end_item(item)
+
+    def _send_flags(self, ending: Ending) -> None:
+        """Send which parameters this rank has used, and what the ranks compare of the step."""
+        queue, items = self.queue, ending.items
+        ending.used = [(item.handle.shard_group, item.handle.grads.used) for item in items]
+        if queue.asks_for_late:
+            queue.flag_late(ending)
+        ending.flags = flags = FlagReduction(
+            ending.used,
+            highest=ending.highest,
+            facts=step_facts(queue.items if items else ()),  # without items nothing is compared
+            proposal=ending.proposal,
+        )
+        self.context.flag_reductions.append(flags)
+        if not queue.accumulates:
+            # Another rank may accumulate gradients of a unit that this rank skipped.
+            queue.accumulates = any(any(used) for used in flags.finish())
+
+    def reduce_rest(self, ending: Ending) -> None:
+        """Reduce the handles that are still in use at the end, and those that were not reached."""
+        if ending.has_joined:
+            return
+        ending.has_joined = True
         self.end_units_after(NO_CALL)
-        for item in unsynced:
+        for item in ending.rest:
             self.queue.issue(item)
 
-    def _publish(self, items: list[Item], flags: FlagReduction) -> list[Item]:
+    def _reduce_last(self, ending: Ending) -> None:
+        queue = self.queue
+        if queue.accumulates and (queue.ordered or queue.asks_for_late):
+            queue.issue_last(ending)
+
+    def _publish(self, ending: Ending) -> None:
         """Wait for all reductions and flags in flight; give the parameters their gradients."""
         queue, context = self.queue, self.context
         queue.advance()
-        for item in items:
+        for item in ending.items:
             item.handle.grads.finish()
         # Wait for flags last, when they have arrived, but before publishing, as a wait may fail.
         for other in context.flag_reductions:
             other.finish()
         context.flag_reductions.clear()
-        flags.check_step()
-        if not queue.accumulates and not queue.agreed:
-            return []
-        published = []
-        for item, used in zip(items, flags.finish(), strict=True):
-            if item.is_agreed and item not in queue.issued:
-                continue  # no rank used the handle
-            item.handle.grads.publish(list(map(bool, used)))
-            published.append(item)
-            if item.handle.grads.reduction.deferred is not None:
-                self.waiting[item.handle] = None
-        if queue.accumulates:
-            context.graphs.forget()
-        return published
+        ending.flags.check_step()
+        if queue.accumulates or queue.ordered:
+            for item, used in zip(ending.items, ending.flags.finish(), strict=True):
+                if item.order.keeps_order and item not in queue.issued:
+                    continue  # no rank used the handle
+                item.handle.grads.publish(list(map(bool, used)))
+                ending.published.append(item)
+            if queue.accumulates:
+                context.graphs.forget()
+        context.graphs.num_open = 0
 
-    def _run_last_hooks(self, published: list[Item]) -> None:
+    def _come_to_rest(self, _: Ending) -> None:
+        context = self.context
+        return_to_idle(context)
+        # Until here an interrupt counts as an abort of the backward.
+        context.backward, context.graphs.spans_calls = None, self._reaches_earlier_call
+
+    def _run_hooks(self, ending: Ending) -> None:
         """Run the hooks of gradients published at the end; raise the first hook's error."""
         queue = self.queue
-        for item in published:
-            if item.state.settings.is_last_backward:
+        for item in ending.published:
+            if item.handle.guard.may_have_hooks and item.state.settings.is_last_backward:
                 queue.run_hooks(item)
         error, queue.hook_error = queue.hook_error, None
         if error is not None:
@@ -338,6 +317,21 @@ class BackwardPass:
                 raise error
             finally:
                 del error  # its traceback refers to this frame: a cycle
+
+
+# [Note: Phases]
+_PHASES: tuple[tuple[Phase, Callable[[BackwardPass, Ending], None] | None], ...] = (
+    (Phase.COLLECT, None),
+    (Phase.PACK, BackwardPass._pack_rest),
+    (Phase.JOIN, None),
+    (Phase.FLAGS, BackwardPass._send_flags),
+    (Phase.REST, BackwardPass.reduce_rest),
+    (Phase.LAST, BackwardPass._reduce_last),
+    (Phase.DELIVER, None),
+    (Phase.PUBLISH, BackwardPass._publish),
+    (Phase.IDLE, BackwardPass._come_to_rest),
+    (Phase.HOOKS, BackwardPass._run_hooks),
+)
 
 
 def begin_backward(context: TreeContext) -> BackwardPass:

@@ -18,7 +18,6 @@ from composable_shard.comm import trace
 from composable_shard.flat_param import (
     FORWARD,
     drop_unpacked,
-    keep_left_gradients,
 )
 from composable_shard.runtime.aborted import drop_aborted, note_unreached_call
 from composable_shard.runtime.backward import CallReached, recompute
@@ -142,7 +141,7 @@ def _begin_call(
         if graphs.num_open > graphs.most_open:
             note_unreached_call(context)
     context.call = call = ForwardCall(state.ref, state.forward_order)
-    if context.reduction_order is not None:
+    if context.keeps_gradients:
         context.gathers.gather_kept(context)
     return call
 
@@ -274,8 +273,8 @@ def _leave_pass(
                 is_edited = handle.adopt_shown_changes("in forward", keeps=True)
                 if is_edited and reached is not None:
                     reached.note_edits()
-                if handle.full.params.aliases.left:
-                    keep_left_gradients(handle)
+                if handle.full.params.aliases.left and handle.keep_gradients is not None:
+                    handle.keep_gradients(handle)
         finally:
             for handle in state.needed_handles:
                 if keeps and not handle.full.readers.claims:

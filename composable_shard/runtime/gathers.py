@@ -15,7 +15,7 @@ order, because ranks may run the units in different orders and different numbers
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 
 from composable_shard.comm import ShardGroup, SmallGroup
@@ -71,6 +71,7 @@ class Gathers:
         when: str,
         *,
         are_chosen: bool,
+        start: Callable[[FlatParamHandle], object] | None = None,
     ) -> None:
         """Start the gathers of units that run later; skip handles that are unsharded.
 
@@ -80,6 +81,7 @@ class Gathers:
             targets: From `choose_ahead`.
             when: "forward" or "backward".
             are_chosen: Whether the user chose them.
+            start: What starts the gather of a handle; None: the handle.
         """
         for target in targets:
             if when == "backward" and not target.settings.unshard_in_backward:
@@ -90,7 +92,10 @@ class Gathers:
                 if handle.is_attached and handle.shown.state is Shown.SHARDED:
                     if when == "forward":
                         handle.adopt_changes()
-                    handle.unshard(context.streams, when)
+                    if start is None:
+                        handle.unshard(context.streams, when)
+                    else:
+                        start(handle)
 
     def gather_kept(self, context: TreeContext) -> None:
         """Gather kept values of all units whose shards were written, as the note above says."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch.distributed as dist
@@ -11,18 +11,22 @@ from torch import nn
 
 from composable_shard.comm import exchange_always
 from composable_shard.flat_param import balance_owners, drop_gradient
+from composable_shard.options import UnitSettings
 from composable_shard.runtime.aborted import next_backward_id
 from composable_shard.runtime.backward import on_gradient
+from composable_shard.runtime.bucket_windows import Buckets
 from composable_shard.runtime.comparison import check_agreement
 from composable_shard.runtime.contents import note_contents
+from composable_shard.runtime.early_hooks import EarlyHooks
 from composable_shard.runtime.gathers import Gathers
 from composable_shard.runtime.launched_gathers import LaunchedGathers, LaunchedKeptGathers
 from composable_shard.runtime.launched_reductions import LaunchedBatches, LaunchedReductions
 from composable_shard.runtime.membership import has_other_units, renew_context, share_context
 from composable_shard.runtime.meta_buffers import check_buffers, place_buffers
 from composable_shard.runtime.open_graphs import alive
-from composable_shard.runtime.reduction_order import ReductionOrder
-from composable_shard.runtime.reduction_queue import ReductionQueue
+from composable_shard.runtime.postponed import Postponed, keep_gradients
+from composable_shard.runtime.reduction_order import AgreedOrder
+from composable_shard.runtime.reduction_queue import Order, ReductionQueue
 from composable_shard.runtime.tree import find_reader, get_states, read_state
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.runtime.whole_model import find_unmanaged, raise_unmanaged
@@ -37,7 +41,8 @@ def attach_or_refresh(state: ShardState) -> None:
     for handle in state.handles:
         if not handle.is_attached:
             handle.guard.let_find_reader(partial(find_reader, weakref.ref(handle)))
-            handle.attach(partial(on_gradient, state.ref), drop_gradient)
+            keep = partial(keep_gradients, state.ref)
+            handle.attach(partial(on_gradient, state.ref), drop_gradient, keep)
         handle.adopt_changes()
     for handle in state.borrowed:
         handle.adopt_changes()
@@ -156,27 +161,42 @@ def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_valu
             for handle in state.handles:
                 handle.shard.copy_to_replicas()
     for context in contexts:
-        context.has_agreed = True
         exchange_always(_always_checked(context.live_states()))
         for handle in context.live_handles():
             handle.shown.remember_agreed_flags()
             handle.guard.pop_writes()  # ranks may have initialised by themselves
-        if any(handle.grads.is_persistent for handle in context.live_handles()):
-            context.reduction_order = ReductionOrder()
         _choose_ways(context)
+        context.has_agreed = True  # last: an interrupt before leaves all to the next call
 
 
 def _choose_ways(context: TreeContext) -> None:
     """Choose how a tree gathers and reduces, by what the backends of its groups can do."""
     handles = context.live_handles()
+    for state in context.live_states():
+        state.choose_orders(_find_orders)
+    context.keeps_gradients = any(handle.grads.is_persistent for handle in handles)
+    context.kept.clear()
     groups = {group for handle in handles for group in handle.shard_group.groups}
     several = [group for group in groups if group.size() > 1]
     if not (several and all(groups_calls(group, context.device) for group in several)):
         context.gathers, context.make_queue = Gathers(), ReductionQueue
-    elif context.reduction_order is None:
+    elif not context.keeps_gradients:
         context.gathers, context.make_queue = LaunchedGathers(), LaunchedReductions
     else:
         context.gathers, context.make_queue = LaunchedKeptGathers(), LaunchedBatches
+
+
+def _find_orders(state: ShardState, settings: UnitSettings) -> Iterator[type[Order]]:
+    """Yield the orders of reductions that a unit with these settings needs, besides the default."""
+    if state.options.bucket_cap_mb is not None:
+        yield Buckets
+    if any(handle.shown.has_early_hooks for handle in state.handles):
+        yield EarlyHooks
+    if any(handle.grads.is_persistent for handle in state.handles):
+        yield AgreedOrder
+    grads = [handle.grads for handle in state.handles]
+    if not settings.reduces_fully or any(g.marks or g.waits_for_reduction for g in grads):
+        yield Postponed
 
 
 def _always_checked(states: list[ShardState]) -> list[dist.ProcessGroup]:

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from composable_shard.comm import MAX_LAUNCH_NBYTES, Launch, collectives
-from composable_shard.flat_param import GRAPH, FlatParamHandle, FullState, Shown
+from composable_shard.flat_param import GRAPH, FlatParamHandle, FullState
 from composable_shard.runtime.gathers import Gathers, drop_prefetched
 from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
@@ -178,10 +178,13 @@ class LaunchedGathers(Gathers):
         when: str,
         *,
         are_chosen: bool,
+        start: Callable[[FlatParamHandle], object] | None = None,
     ) -> None:
         """Start the gathers of units that run later, each run by one launch."""
         if not isinstance(targets, _Ahead):
-            super().gather_ahead(context, prefetched, targets, when, are_chosen=are_chosen)
+            super().gather_ahead(
+                context, prefetched, targets, when, are_chosen=are_chosen, start=start
+            )
             return
         for run in targets.runs:
             self._gather_run(context, prefetched, run, when)
@@ -212,19 +215,13 @@ class LaunchedGathers(Gathers):
         self,
         context: TreeContext,
         prefetched: dict[ShardState, bool],
-        run: Sequence[ShardState],
+        run: list[ShardState],
         when: str,
     ) -> None:
         ready: dict[FlatParamHandle, None] = {}  # a unit may run twice
-        for target in run:
-            if when == "backward" and not target.settings.unshard_in_backward:
-                continue
-            prefetched[target] = False  # before its gathers, so that they are freed if one fails
-            for handle in target.needed_handles:
-                if handle.is_attached and handle.shown.state is Shown.SHARDED:
-                    if when == "forward":
-                        handle.adopt_changes()
-                    ready[handle] = None
+        super().gather_ahead(
+            context, prefetched, run, when, are_chosen=False, start=ready.setdefault
+        )
         _gather(context, list(ready), when)
 
 

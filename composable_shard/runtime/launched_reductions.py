@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
@@ -62,7 +63,7 @@ class _Launching(ReductionQueue):
         # What is in flight ends here: each reduction alone would end the one before it.
         self.advance()
         self._last = ()
-        context, streams = self._context, self._context.streams
+        context, streams = self.context, self.context.streams
         group = _group_of(items[0])
         if len(items) == 1 or group is None:
             super().issue(items[0])
@@ -108,10 +109,10 @@ class LaunchedReductions(_Launching):
             self._launch_waiting()
         super().reopen(item, is_reached=is_reached)
 
-    def collect(self) -> None:
+    def note_end(self) -> None:
         """Reduce what waits, as the backward ends."""
+        super().note_end()
         self._launch_waiting()
-        super().collect()
 
     def _add(self, item: Item) -> None:
         if item in self._waiting:
@@ -138,10 +139,9 @@ class LaunchedReductions(_Launching):
 class LaunchedBatches(_Launching):
     """Reductions in the agreed order, divided into batches when the backward begins."""
 
-    def _arrange(self, states: Sequence[ShardState]) -> None:
-        super()._arrange(states)
-        if self.are_due_at_end():
-            self._expected = _divide(self._expected)
+    def divide(self, items: Sequence[Item]) -> list[Any]:
+        """Return the items in order, neighbours that are reduced together as batches."""
+        return _divide(items) if self.are_due_at_end() else list(items)
 
     def issue(self, item: Item | Batch, **how: bool) -> None:
         """Start reductions."""

@@ -23,10 +23,10 @@ def compare_setting(states: Sequence[ShardState], what: str, is_new: bool) -> No
         what: The setter and the value.
         is_new: Whether the value changes.
     """
-    agreed = [state for state in states if state.context and state.context.has_agreed]
-    if agreed and is_new:
-        groups = [handle.shard_group for state in agreed for handle in state.handles]
-        text = f"{what} of unit '{agreed[0].name}'"
+    compared = [state for state in states if state.context and state.context.has_agreed]
+    if compared and is_new:
+        groups = [handle.shard_group for state in compared for handle in state.handles]
+        text = f"{what} of unit '{compared[0].name}'"
         enter_setting(text, [each for one in groups for each in (one.group, *one.joint_groups)])
 
 

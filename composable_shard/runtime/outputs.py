@@ -133,8 +133,7 @@ def _register(
         last = UnitCall(state.last_call.number, end=context.graphs.num_calls)
         hook = CallReached(state, last, None)
     own = state.last_call
-    is_last = own.number + 1 == context.graphs.num_calls
-    hook.runs_alone = state.has_buckets and is_last and own.region is None
+    hook.runs_alone = own.number + 1 == context.graphs.num_calls and own.region is None
     is_armed = False
     for tensor in tensors:
         if tensor.requires_grad and (node := tensor.grad_fn) is not None:

@@ -3,81 +3,32 @@
 [Note: Queue of reductions]
 All ranks must issue the same collectives in the same order, but gradients come at other moments on
 other ranks, or never. So a reduction is issued when its gradients are ready, and all reductions
-before it in an order that the ranks agree on have been issued:
-
-- A handle whose gradients have no persistent buffer, the default, is ready when the unit is over.
-  The units' ends are the order, [Note: End of a unit], so it is issued at once and never waits.
-- A handle with a persistent buffer can wait, [Note: Agreed order].
-- A bucket is ready when autograd has accumulated all its gradients. [Note: Buckets]
+before it in an order that the ranks agree on have been issued. The handle's `Order` says when that
+is. By default its unit is over: the units' ends are the order, [Note: End of a unit], so it is
+issued at once and never waits. An option derives a class from `Order`, and `runtime/initialization`
+gives it to the units that need it; a backward makes one object of each such class.
 
 A nested backward, as reentrant checkpoints run it, may bring a gradient after its handle was
 reduced, on some ranks only. Where that can be, the flags at the end of the backward show it
 (`LATE`), and all ranks reduce the handle once more.
-
-[Note: Buckets]
-With a cap on the size of a reduction, a unit's parameters are cut into buckets, the last ones
-first. Each bucket is a handle of its own. Another rank may fill a bucket later, or never. So a
-bucket is reduced before its unit's end only
-
-- after the buckets before it in the order in which the unit's end would reduce them, and
-- in the unit's *window*: from its first call, as the backward reaches it, until its end, if no
-  other unit of the tree ran inside that call. Regions of non-reentrant checkpointing have no
-  window, for their recomputation might gather other units; and
-- if no hook waits for its gradients, see [Note: Early gradients].
-
-These are facts of the forward, the same on all ranks. Where they do not hold, buckets wait for the
-unit's end. If ranks use different parameters of a unit, the next collective of another tree, or of
-a recomputation, in the window raises "not in step", and so does the first after a backward that
-fails there.
-
-A rank that reduces early waits for the others in the middle of its backward; they must take part
-even if they have no gradient at all. So each backward begins with a flag reduction that shows
-whether any rank accumulates gradients; only ranks that do not accumulate wait for it. At the end of
-the backward the remaining buckets are reduced before any rank waits for another collective. Buckets
-in the agreed order are reduced in any case, so for them no flag is sent ahead.
-
-[Note: Early gradients]
-A hook that `register_post_accumulate_grad_hook` put on a sharded parameter may step an optimizer
-and drop the gradient. To save memory it must run as soon as the unit is over. So when the reduction
-of a unit with such hooks starts, a flag reduction of a byte for each parameter starts too. When the
-next unit's reduction has started, all ranks publish the unit's gradients and run the hooks: at the
-same point of the same order of collectives, for a hook may issue some itself. The byte says whether
-a rank used the parameter, or that its gradient may not be final: autograd is going to accumulate
-more, a forward still runs, or a nested backward may come. In that case the unit's gradients are
-published at the end of the backward, as all others are.
-
-Ranks may have hooks on different parameters. They agree on the units that have any when they
-compare their models, at the first forward. Hooks that are put on other units later run at the end
-of the backward. An exception in a hook is raised at the end too: all ranks finish the backward, no
-further hook runs, and all gradients are published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, ClassVar
+from weakref import proxy
 
-from torch.autograd.graph import get_gradient_edge
-
-from composable_shard.comm import FlagReduction, Proposal, trace
-from composable_shard.flat_param import (
-    HIDDEN_ALIAS,
-    KEEP_MEMORY,
-    FlatParamHandle,
-    Round,
-    run_gradient_hooks,
-)
+from composable_shard.comm import FlagReduction, Proposal, ShardGroup, trace
+from composable_shard.flat_param import KEEP_MEMORY, FlatParamHandle, Round, run_gradient_hooks
 from composable_shard.runtime.gathers import release_after_backward
-from composable_shard.runtime.stage import DELIVERED, EARLY, FINAL, ISSUED, OPEN, READY
+from composable_shard.runtime.phases import Phase
+from composable_shard.runtime.stage import EARLY, ISSUED, OPEN, READY
 from composable_shard.runtime.unit import ShardState, TreeContext
-from composable_shard.torch_private import (
-    DisableTorchFunctionSubclass,
-    current_backward_id,
-    will_run_node,
-)
 
 LATE = 2  # a flag: some rank has gradients of a handle that came after its reduction
-_MAY_CHANGE = 2  # a flag of early gradients
 NO_CALL = -1  # in place of the number of a call: the end of the backward
 NOT_IN_USE = -2  # likewise: none, for the backward has not reached the handle, or it is over
 
@@ -87,45 +38,35 @@ class Item:
 
     Attributes:
         state, handle: The unit and its handle.
+        order: Says when it is reduced.
         is_reduced: The backward reduces the gradients; otherwise they stay unsharded.
-        is_agreed: They are reduced in the agreed order, [Note: Agreed order].
         stage: How far they are; it moves as `STAGE_MOVES` says.
         ends_with: Number of the unit's first call: the handle ends when the backward has passed it.
             `NO_CALL`: with the backward. `NOT_IN_USE`: the backward has not reached it, or is over.
-        counted: Parameters whose gradients have come, where their number starts a reduction.
+        is_counted: The number of its gradients starts a reduction.
+        counted: Parameters whose gradients have come, where they are counted.
         had_all: Its last reduction was issued after autograd had run all nodes of the backward.
-        flags: The flag reduction of early gradients, in flight.
-        num_ended: Handles that have ended since `flags` was issued.
-        used: Which parameters get one of the FINAL gradients.
-        num_writes: `guard.num_writes` before its hooks ran.
     """
 
     __slots__ = (
         "counted",
         "ends_with",
-        "flags",
         "had_all",
         "handle",
-        "is_agreed",
+        "is_counted",
         "is_reduced",
-        "num_ended",
-        "num_writes",
+        "order",
         "stage",
         "state",
-        "used",
     )
 
-    def __init__(self, state: ShardState, handle: FlatParamHandle) -> None:
-        self.state, self.handle = state, handle
+    def __init__(self, state: ShardState, handle: FlatParamHandle, order: Order) -> None:
+        self.state, self.handle, self.order = state, handle, order
         self.is_reduced = self.is_wanted
-        self.is_agreed = False
         self.stage = OPEN
         self.ends_with = NOT_IN_USE
-        self.had_all = False
+        self.had_all = self.is_counted = False
         self.counted: set[int] = set()
-        self.flags: FlagReduction | None = None
-        self.num_ended = self.num_writes = 0
-        self.used: list[bool] = []
 
     @property
     def is_wanted(self) -> bool:
@@ -158,154 +99,182 @@ class Item:
         self.counted.add(index)
         return len(self.counted) == len(self.handle.entries)
 
-    def will_change(self, index: int) -> bool:
-        """Return whether this backward has yet to accumulate the gradient of a parameter."""
-        param = self.handle.entries[index].unsharded
-        with DisableTorchFunctionSubclass():  # "Note: Kept objects"
-            if param is None or not param.requires_grad or index in self.counted:
-                return False
-            try:
-                return will_run_node(get_gradient_edge(param).node)
-            except RuntimeError:  # autograd.grad() with respect to the parameter
-                return True
+
+@dataclass(slots=True)
+class Ending:
+    """What the phases of the end of a backward hand on, [Note: Phases].
+
+    Attributes:
+        backward: The `BackwardPass`; untyped, because its module imports this one.
+        rest: Handles to reduce that the backward has not reached.
+        has_joined: What is left was reduced.
+        items: Handles whose gradients are published at the end.
+        used: For each of them its ranks, and which parameters got a gradient on this one.
+        highest: The value of a flag, at most.
+        proposal: What this rank would change, if all ranks agree.
+        flags: Which parameters any rank used, once they were sent.
+        published: The handles whose gradients were published.
+    """
+
+    backward: Any
+    rest: list[Item] = field(default_factory=list)
+    has_joined: bool = False
+    items: list[Item] = field(default_factory=list)
+    used: list[tuple[ShardGroup, Sequence[int]]] = field(default_factory=list)
+    highest: int = 1
+    proposal: Proposal | None = None
+    flags: FlagReduction = field(init=False)
+    published: list[Item] = field(default_factory=list)
+
+
+class Order:
+    """When handles are reduced: this one, the default, when their unit is over.
+
+    One object of each class lasts for one backward. Those that an option brings are in
+    `ReductionQueue.orders`, and are told what happens to all handles of the tree.
+
+    Attributes:
+        queue: The queue, weakly, which has the order.
+        weak: The order itself, weakly, for its items. Without cycles, what a backward has made goes
+            with it, and a model that is deleted takes its handles along.
+        place: Among the orders of a backward, which act in this order. One further on may take the
+            items of one before.
+        is_watching: It is told of all units, not only of its own.
+        keeps_order: Its handles are reduced in an order of their own, which all ranks have.
+        may_be_ordered: Its handles may get a fixed order instead, if their gradients have a buffer.
+        is_due_at_end: It publishes nothing before the backward ends.
+        acts: What it does in the phases of a backward's end.
+    """
+
+    place: ClassVar[int] = 0
+    is_watching: ClassVar[bool] = False
+    keeps_order: ClassVar[bool] = False
+    may_be_ordered: ClassVar[bool] = True
+    is_due_at_end: ClassVar[bool] = True
+    acts: ClassVar[Mapping[Phase, Callable[[Any, Ending], None]]] = {}
+
+    def __init__(self, queue: ReductionQueue) -> None:
+        self.queue: ReductionQueue = proxy(queue)
+        self.weak: Order = proxy(self)
+
+    # The backward begins
+
+    def prepare(self, states: Sequence[ShardState]) -> None:
+        """Look at units as they are before a backward adopts their changes."""
+
+    def take(self) -> None:
+        """Become the order of some items; nothing is sent."""
+
+    def begin(self) -> None:
+        """Begin, as all items have their orders; may issue collectives."""
+
+    # Units begin and end
+
+    def reach(self, state: ShardState, call: int, *, runs_alone: bool) -> None:
+        """Note that the backward has reached a call; `runs_alone`: no other unit ran inside."""
+
+    def nest(self) -> None:
+        """Note that a backward inside this one has a gradient of a handle that isn't reduced."""
+
+    def recompute(self, state: ShardState) -> None:
+        """Note that a unit's forward runs again."""
+
+    def fill(self, item: Item, backward: Any) -> None:
+        """Note that all gradients of a handle have come, and its unit is not over."""
+
+    def precede(self, item: Item) -> None:
+        """Note that a unit's end is about to reduce a handle."""
+
+    def follow(self) -> None:
+        """Note that a reduction was issued."""
+
+    def has_waiting(self, item: Item) -> bool:
+        """Return whether a frozen handle has gradients to reduce, those of earlier backwards."""
+        return False
+
+    def end(self, item: Item) -> None:
+        """Reduce a handle whose unit is over, or note that it can be reduced."""
+        queue = self.queue
+        for each in queue.watchers:
+            each.precede(item)
+        if not queue.accumulates or (item.stage is not OPEN and item.stage is not READY):
+            return
+        # One whose gradients have come late is reduced again by all ranks, as the flags show.
+        if not (queue.asks_for_late and queue.is_ending and item in queue.issued):
+            queue.issue(item)
+
+    def make_ready(self, item: Item, *, before_end: bool = False) -> None:
+        """Note that a handle is ready; issue what is first now.
+
+        Args:
+            item: The handle.
+            before_end: Whether its unit is not over.
+        """
+        self.queue.issue(item, before_end=before_end)
+
+
+_place_of: Callable[[type[Order]], int] = attrgetter("place")
 
 
 class ReductionQueue:
     """The reductions of one backward, [Note: Queue of reductions].
 
     Attributes:
+        context: The tree.
         items: The tree's handles, in the order of the units.
-        agreed: Those that are reduced in the agreed order, in that order.
-        asked: Those that a backward inside this one asked to reduce, which began without it.
+        orders: The orders that options bring; `watchers`: those that are told of all units.
+        ordered: Handles with an order of their own, in that order.
         issued: Those that this backward has reduced, the last one last.
-        reduces_all: Every handle is reduced.
         accumulates: This rank accumulates gradients of parameters, or some rank is known to.
         is_sure: All ranks know that some rank accumulates gradients.
         asks_for_late: The flags at the end show handles whose gradients came after a reduction.
         is_ending: Autograd has run all its nodes.
-        window: Number of the call whose buckets may be reduced before its unit's end, or None.
         hook_error: The first error of a user's hook, to be raised at the end.
     """
 
     def __init__(self, context: TreeContext) -> None:
-        self._context, self._streams = context, context.streams
+        self.context, self._streams = context, context.streams
         self.items: dict[FlatParamHandle, Item] = {}
-        self.agreed: list[Item] = []
-        # Agreed, reduced by all ranks, and not issued yet: items, or what stands for several
-        self._expected: list[Any] = []
-        self._over: dict[Item, None] = {}  # agreed, in the order in which this rank was ready
-        self.asked: dict[Item, None] = {}
+        self.orders: list[Order] = []
+        self.watchers: list[Order] = []
+        self.ordered: list[Item] = []
         self.issued: dict[Item, None] = {}
-        self._flagged: dict[Item, None] = {}  # with flags in flight
-        self._final: list[Item] = []
-        self.reduces_all, self.is_ending = True, False
-        self.accumulates = self.is_sure = self.asks_for_late = False
-        self.window: int | None = None
+        self.accumulates = self.is_sure = self.asks_for_late = self.is_ending = False
         self.hook_error: BaseException | None = None
+        self._default = Order(self)
+
+    def choose(self, states: Sequence[ShardState]) -> None:
+        """Make the orders that the tree's units need; nothing is sent."""
+        kinds: set[type[Order]] = set()
+        for state in states:
+            kinds.update(state.order_kinds)
+        for kind in sorted(kinds, key=_place_of):
+            order = kind(self)
+            order.prepare(states)
+            self.orders.append(order)
+            if order.is_watching:
+                self.watchers.append(order)
 
     def begin(self, states: Sequence[ShardState]) -> None:
-        """Enter the tree's handles.
-
-        Issues one all-reduce of a byte for each process group that has buckets, [Note: Buckets].
-        """
-        context, buckets = self._context, list[Item]()
+        """Enter the tree's handles. An order may issue collectives."""
+        default = self._default.weak
+        self.asks_for_late = self.context.graphs.has_regions
         for state in states:
             for handle in state.handles:
-                item = self.items[handle] = Item(state, handle)
-                self.reduces_all = self.reduces_all and item.is_reduced
-                # Without new gradients too waiting ones are reduced: of all handles, or of none.
-                self.accumulates = (
-                    self.accumulates
-                    or handle.will_get_gradient()
-                    or (item.is_reduced and handle.grads.waits_for_reduction)
-                )
-                if state.has_buckets and item.is_reduced:
-                    buckets.append(item)
-        self.asks_for_late = context.graphs.has_regions or bool(buckets)
-        if context.reduction_order is not None:
-            self._arrange(states)
-        if buckets:
-            self._agree_to_reduce([item.handle for item in buckets if not item.is_agreed])
-
-    def _arrange(self, states: Sequence[ShardState]) -> None:
-        order = self._context.reduction_order
-        assert order is not None
-        handles = [
-            handle
-            for state in reversed(states)
-            for handle in state.handles
-            if handle.grads.is_persistent and not handle.shown.has_early_hooks
-        ]
-        for handle in order.arrange(handles):
-            item = self.items[handle]
-            if item.is_reduced and handle.requires_grad:
-                item.is_agreed = True
-                self.agreed.append(item)
-        self._expected = [item for item in self.agreed if order.expects(item.handle)]
+                self.items[handle] = Item(state, handle, default)
+                self.accumulates = self.accumulates or handle.will_get_gradient()
+        for order in self.orders:
+            order.take()
+        for order in self.orders:
+            order.begin()
 
     def are_due_at_end(self) -> bool:
         """Return whether no result is due before the backward ends, and no gradient is late."""
-        is_early = any(item.handle.shown.has_early_hooks for item in self.items.values())
-        return not (is_early or self.asks_for_late)
+        return not self.asks_for_late and all(order.is_due_at_end for order in self.orders)
 
-    def _agree_to_reduce(self, buckets: list[FlatParamHandle]) -> None:
-        """Let all ranks know whether any of them accumulates gradients."""
-        groups = {handle.shard_group.joint_groups: handle.shard_group for handle in buckets}
-        if not groups:
-            return
-        own = int(self.accumulates)
-        flags = FlagReduction([(group, [own]) for group in groups.values()], highest=1)
-        self._context.flag_reductions.append(flags)
-        if not own:
-            self.accumulates = any(any(values) for values in flags.finish())
-        self.is_sure = self.accumulates
-
-    def ask_again(self) -> None:
-        """Note which handles are to be reduced after all, as a backward inside this one begins.
-
-        The gradients of backwards inside a hook are those of the backward around them. If only the
-        first of them ran under `no_sync`, all are reduced at the end.
-        """
-        for item in self.items.values():
-            if not item.is_reduced and item.is_wanted and item.handle.requires_grad:
-                self.asked[item] = None
-
-    # What is ready
-
-    def open_window(self, state: ShardState, call: int, *, runs_alone: bool) -> None:
-        """Note that the backward has reached a call of a unit with buckets, [Note: Buckets]."""
-        is_sure = self.is_sure or not any(
-            handle.requires_grad and not self.items[handle].is_agreed for handle in state.handles
-        )
-        self.window = call if runs_alone and is_sure else None
-
-    def is_in_window(self, item: Item) -> bool:
-        """Return whether a bucket may be reduced before its unit's end.
-
-        One that was reduced after a later call waits for the end: where a rank has no gradient from
-        this call, its end reduces nothing.
-        """
-        may_wait = item.handle.shown.has_early_hooks or item in self.issued
-        return item.ends_with == self.window and item.is_reduced and not may_wait
-
-    def make_ready(self, item: Item, *, is_early: bool = False) -> None:
-        """Note that a handle is ready; issue what is first now.
-
-        Args:
-            item: The handle; unless it is agreed, all before it were issued.
-            is_early: Whether its unit is not over.
-        """
-        if not item.is_agreed:
-            self.issue(item, is_early=is_early)
-        elif item in self.issued:
-            # By the call that the backward reached before: the same on all ranks, unless asked for.
-            if not self.asks_for_late and not item.had_all:
-                self.issue(item)
-        else:
-            item.stage = READY
-            self._over[item] = None
-            while self._expected and self._expected[0].stage is READY:
-                self.issue(self._expected.pop(0))
+    def divide(self, items: Sequence[Item]) -> list[Any]:
+        """Return items of a fixed order as what is issued at once: items, or several as one."""
+        return list(items)
 
     def reopen(self, item: Item, *, is_reached: bool) -> None:
         """Note that more gradients of a handle may come, by an earlier call or a nested backward.
@@ -318,32 +287,21 @@ class ReductionQueue:
             # A late gradient waits for its last reduction, perhaps on this rank only: the second
             # stage must be issued before. [Note: Two stages]
             item.handle.grads.advance()
-        if not item.is_agreed and item.stage not in EARLY:
+        if not item.order.keeps_order and item.stage not in EARLY:
             item.stage = OPEN
 
-    def end(self, item: Item) -> None:
-        """Reduce the handle of a unit that is over, now or when it is first in the agreed order."""
-        if self._flagged or item.handle.shown.has_early_hooks:
-            self._flag(item)
-        is_asked = self.is_ending and self.asks_for_late and item in self.issued
-        if not self.accumulates or item.stage in EARLY:
-            pass
-        elif item.is_agreed:
-            self.make_ready(item)
-        elif item.stage is not ISSUED and not is_asked:
-            self.issue(item)
-
-    def issue(self, item: Item, *, is_early: bool = False) -> None:
+    def issue(self, item: Item, *, before_end: bool = False) -> None:
         """Start a reduction, on all ranks in the same order; end the one in flight.
 
-        With `is_early` its unit is not over, and may need the full values.
+        With `before_end` its unit is not over, and may need the full values.
         """
         # One reduction in flight: ending the last one here bounds the buffers to two units.
         self.advance()
         self.issued.pop(item, None)
-        context, handle = self._context, item.handle
-        # Early, its unit may still compute: the values stay, unless gradients have their place.
-        keeps = handle.grads.round is not Round.IN_VALUES if is_early else item.keeps_values
+        context, handle = self.context, item.handle
+        # Before the end its unit may still compute: the values stay, unless gradients have their
+        # place.
+        keeps = handle.grads.round is not Round.IN_VALUES if before_end else item.keeps_values
         handle.grads.issue(
             self._streams,
             context.scratch,
@@ -353,91 +311,19 @@ class ReductionQueue:
         item.stage = ISSUED
         item.had_all = self.is_ending
         self.issued[item] = None
-        if is_early and not keeps:
+        if before_end and not keeps:
             release_after_backward(handle)
-        if self._final:
-            self.deliver()
+        for each in self.watchers:
+            each.follow()
 
     def advance(self) -> None:
         """Wait until the last reduction, if it is in flight, no longer needs its buffers."""
         if self.issued:
             next(reversed(self.issued)).handle.grads.advance()
 
-    # Gradients that are published before the backward ends
-
-    def _flag(self, item: Item) -> None:
-        """Collect the handles that are final; start the flags of one that is over.
-
-        One all-reduce for each process group: a byte for each parameter, and one more.
-        """
-        # Before any return: all ranks count here how many units have ended. The rest is packed
-        # before `used` is read. Flags are entered in the context before they are waited for: an
-        # interrupt leaves them to `return_to_idle`.
-        self.collect()
-        state, handle = item.state, item.handle
-        if not handle.shown.has_early_hooks or item.stage in EARLY:
-            return
-        handle.grads.pack_rest(may_overwrite=not item.keeps_values)
-        is_due = state.settings.is_last_backward and not item.is_deferred
-        if self.is_ending or not is_due:
-            return
-        full, used = handle.full, handle.grads.used
-        if (
-            state.ref in self._context.graphs.may_recompute
-            or bool(full.readers.claims)
-            or full.readers.bits & KEEP_MEMORY
-            or current_backward_id() != self._context.graphs.last_backward_id
-            or (full.is_kept and not full.is_cast and full.readers.bits & HIDDEN_ALIAS)
-        ):
-            statuses = [_MAY_CHANGE] * len(used)
-        else:
-            will_change = map(item.will_change, range(len(used)))
-            statuses = [
-                _MAY_CHANGE if later else int(now)
-                for later, now in zip(will_change, used, strict=True)
-            ]
-        values = [int(self.accumulates), *statuses]
-        item.flags = FlagReduction([(handle.shard_group, values)], highest=_MAY_CHANGE)
-        self._context.flag_reductions.append(item.flags)
-        item.num_ended = 0
-        if not self.accumulates:
-            self.accumulates = item.flags.finish()[0][0] > 0
-        if self.accumulates:
-            self._flagged[item] = None
-
-    def collect(self) -> None:
-        """Wait for reductions and flags that have overlapped with a unit's compute.
-
-        Two-stage reductions get two units, unless the backward is ending. [Note: Two stages]
-        """
-        if not self._flagged:
-            return
-        self.advance()
-        flagged, self._flagged = self._flagged, {}
-        for item in flagged:
-            item.num_ended += 1
-            group = item.handle.shard_group
-            has_second_stage = group.size > 1 and bool(group.replicate_groups)
-            if has_second_stage and item.num_ended == 1 and not self.is_ending:
-                self._flagged[item] = None
-                continue
-            item.handle.grads.finish()
-            assert item.flags is not None
-            _, *statuses = item.flags.finish()[0]
-            if max(statuses) != _MAY_CHANGE:
-                item.stage, item.used = FINAL, list(map(bool, statuses))
-                self._final.append(item)
-
-    def deliver(self) -> None:
-        """Publish the gradients that are final, and run their hooks."""
-        final, self._final = self._final, []
-        for item in final:
-            handle = item.handle
-            handle.grads.publish(item.used)
-            # Allow writes from here on: this backward no longer needs the parameters.
-            handle.guard.set_in_backward(False)
-            item.stage, item.num_writes = DELIVERED, handle.guard.num_writes
-            self.run_hooks(item)
+    def note_end(self) -> None:
+        """Note that autograd has run all its nodes."""
+        self.is_ending = True
 
     def run_hooks(self, item: Item) -> None:
         """Run the hooks of a handle's parameters, unless a hook has failed in this backward."""
@@ -453,45 +339,17 @@ class ReductionQueue:
             # Raise it at the end, because the other ranks wait for this rank's collectives.
             self.hook_error = error
 
-    def check_not_written(self, handles: Sequence[FlatParamHandle]) -> None:
-        """Check that hooks have not changed parameters with which a forward runs again."""
-        for handle in handles:
-            item = self.items.get(handle)
-            if item is None or item.stage is not DELIVERED:
-                continue
-            if item.num_writes != handle.guard.num_writes:
-                raise RuntimeError(
-                    f"unit '{handle.name}' is computed again in a backward whose hooks "
-                    "(register_post_accumulate_grad_hook) have stepped its parameters. Checkpoint "
-                    "units one by one, or step the optimizer after backward() has returned."
-                )
+    def flag_late(self, ending: Ending) -> None:
+        """Let the flags at the end show which gradients came after a reduction."""
+        ending.highest = LATE
+        for index, item in enumerate(ending.items):
+            if item in self.issued and any(item.handle.grads.arrived):
+                group, used = ending.used[index]
+                ending.used[index] = group, [LATE * each for each in used]
 
-    # The backward ends
-
-    def issue_expected(self) -> None:
-        """Reduce the handles that all ranks expect and that this rank has not reduced."""
-        while self._expected:
-            self.issue(self._expected.pop(0))
-
-    def flags_of(self, item: Item) -> Sequence[int]:
-        """Return a flag for each parameter: 0, 1 for a gradient, `LATE` if it came too late."""
-        grads = item.handle.grads
-        is_late = item in self.issued and any(grads.arrived)
-        return [LATE * each for each in grads.used] if is_late else grads.used
-
-    def propose(self) -> Proposal:
-        """Return the order in which handles were ready here, for all ranks to compare."""
-        order = self._context.reduction_order
-        assert order is not None
-        return order.propose([item.handle for item in self._over])
-
-    def issue_last(self, items: Sequence[Item], flags: FlagReduction) -> None:
+    def issue_last(self, ending: Ending) -> None:
         """Reduce the handles of which any rank has gradients that were not reduced."""
-        order = self._context.reduction_order
-        pairs = zip(items, flags.finish(), strict=True)
-        found = [(item, used) for item, used in pairs if any(used)]
-        if self.agreed and order is not None:
-            order.note_used([item.handle for item, _ in found if item.is_agreed])
-        for item, used in found:
-            if LATE in used or (item.is_agreed and item not in self.issued):
+        for item, used in zip(ending.items, ending.flags.finish(), strict=True):
+            is_left = item.order.keeps_order and item not in self.issued
+            if any(used) and (LATE in used or is_left):
                 self.issue(item)

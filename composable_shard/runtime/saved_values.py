@@ -17,6 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,11 +29,11 @@ from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     GivingWay,
     base_of,
+    begin_saved_tensors_hooks,
     current_node,
+    end_saved_tensors_hooks,
     is_traceable_wrapper_subclass,
     never_compile,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
     saved_tensors_hooks_in_force,
     saved_tensors_hooks_refusal,
     top_saved_tensors_hooks,
@@ -58,6 +59,9 @@ _PLAIN = {bool, int, float, str, set, type(None)}  # types of most attributes of
 class SavedValues:
     """Saved-tensor hooks of one call of a unit, on top of the hooks in force.
 
+    They are there from `begin` to `end`, which an interrupt may cut off at any line: then `end` is
+    called again.
+
     Args:
         known: Record of the unit's forwards.
         name: Name of the unit.
@@ -66,7 +70,7 @@ class SavedValues:
         others: The topmost hooks in force that are not of this class.
     """
 
-    __slots__ = ("_below", "_extents", "_has_left", "_known", "_name", "others")
+    __slots__ = ("_below", "_extents", "_is_pushed", "_known", "_name", "others")
 
     def __init__(
         self,
@@ -80,38 +84,34 @@ class SavedValues:
         self._known, self._name = known, name
         self._below, self.others = below, others
         self._extents = _extents_of(handles)
-        self._has_left = False
-        _giving_way.begin()
-        push_saved_tensors_hooks(self._pack, self._unpack)
+        self._is_pushed = False
+
+    def begin(self) -> None:
+        """Push the hooks."""
+        _giving_way.begin(id(self))
+        begin_saved_tensors_hooks(self._pack, self._unpack, self._note(is_pushed=True))
+
+    def _note(self, *, is_pushed: bool) -> Callable[[], object]:
+        return partial(setattr, self, "_is_pushed", is_pushed)
 
     def leave(self) -> None:
-        """Note that the hooks were removed, and push none in later forwards: they were in the way.
+        """Remove the hooks, and push none in later forwards: they are in the way.
 
         The forward counts as one whose saved tensors were not inspected.
         """
-        self._has_left = True
+        self.end()
         self._known.forget_hooks()
-        _giving_way.end()
 
     def end(self) -> None:
         """Remove the hooks, even from beneath others.
 
         A user's forward hooks may have pushed others, which they pop only after this.
         """
-        if self._has_left:
-            return
-        _giving_way.end()
-        above: list[Hooks] = []
-        while (top := top_saved_tensors_hooks(False)) is not None:
-            pop_saved_tensors_hooks()
-            if top[0] == self._pack:
-                break
-            above.append(top)
-        else:
+        _giving_way.end(id(self))
+        if self._is_pushed:
             # After an interrupt the hooks below ended first and popped these instead of their own.
-            above = [pair for pair in above if self._below is None or pair[0] != self._below[0]]
-        for pair in reversed(above):
-            push_saved_tensors_hooks(*pair)
+            below = None if self._below is None else self._below[0]
+            end_saved_tensors_hooks(self._pack, self._note(is_pushed=False), instead=below)
 
     def _pack(self, tensor: Tensor) -> Any:
         is_value = self._look_at(tensor)
@@ -179,7 +179,6 @@ def _give_way() -> None:
         hooks = getattr(top[0], "__self__", None)
         if not isinstance(hooks, SavedValues):
             return  # a user's, with which a plain model is refused, too
-        pop_saved_tensors_hooks()
         hooks.leave()
 
 
@@ -272,14 +271,16 @@ class Inspection:
             and frees_values(handles)
         ):
             self.hooks = SavedValues(self, name, handles, below=top, others=others)
+            self.hooks.begin()
         return others is not None
 
     def end(self, name: str, error: BaseException | None) -> None:
         """Remove the hooks of a call; push none from then on if they made it fail."""
-        hooks, self.hooks = self.hooks, None
+        hooks = self.hooks
         if hooks is None:
             return
         hooks.end()
+        self.hooks = None  # after them: an interrupt leaves them to the next call
         is_refusal = hooks.others is None and "saved tensor hooks" in str(error)
         if isinstance(error, RuntimeError) and is_refusal and _REFUSAL not in str(error):
             error.args = (f"{error}\nThis was raised in unit '{name}'. {_REFUSAL}",)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -16,12 +16,17 @@ from composable_shard.flat_param import GRAPH, HELD, FlatParamHandle, ScratchPoo
 from composable_shard.options import UnitOptions, UnitSettings
 from composable_shard.runtime.forward_call import ForwardCall
 from composable_shard.runtime.open_graphs import OpenGraphs, UnitCall, alive
-from composable_shard.runtime.reduction_order import ReductionOrder
 from composable_shard.runtime.saved_values import Inspection
 from composable_shard.runtime.training_state import MOVES, TrainingState
 from composable_shard.torch_private import backward_hooks_of
 
 StateRef = weakref.ref["ShardState"]
+# Returns the classes of the orders that a unit with these settings needs, besides the default.
+OrderChoice = Callable[["ShardState", UnitSettings], Iterable[Any]]
+
+
+def _no_orders(state: ShardState, settings: UnitSettings) -> Iterable[Any]:
+    return ()  # before the ranks are compared
 
 
 class BeforeForward(Protocol):
@@ -55,7 +60,8 @@ class ShardState:
         needed_handles: handles + borrowed: those whose full parameters this unit computes with.
         settings: What the setters have changed.
         before_forward: What an option lets it do before its forwards, if any does.
-        has_buckets: Its handles are buckets, which may be reduced before its end.
+        order_kinds: Classes of the orders that its handles may have in a backward, besides the
+            default. Chosen when the ranks are compared; untyped: their modules import this one.
         depth: Number of running calls of its modules.
         is_in_pass: A forward of its modules claims its full parameters.
         last_call: Its last graph-recording call.
@@ -80,9 +86,10 @@ class ShardState:
         self.needed_handles = handles + borrowed
         self.ignored: list[Slot] = []
         self.settings = UnitSettings()
+        self.order_kinds: tuple[Any, ...] = ()
+        self._find_orders: OrderChoice = _no_orders
         self.change(reshard_after_forward=options.reshard_after_forward)
         self.before_forward = before_forward
-        self.has_buckets = options.bucket_cap_mb is not None
         parts = [part for module in modules for part in module.modules()]
         hooks = [each for part in parts for each in backward_hooks_of(part)]
         self.inspection = Inspection(hooks)
@@ -109,9 +116,23 @@ class ShardState:
 
     def change(self, **settings: Any) -> None:
         """Change some of the unit's `settings`, and those of its handles with them."""
-        self.settings = replace(self.settings, **settings)
+        changed = replace(self.settings, **settings)
+        # Orders first, and none leaves: an interrupt leaves the unit with one more than it needs.
+        for kind in self._find_orders(self, changed):
+            self.add_order(kind)
+        self.settings = changed
         for handle in self.handles:
             handle.take_settings(self.settings)
+
+    def choose_orders(self, choice: OrderChoice) -> None:
+        """Choose which orders its handles may have in a backward, now and when settings change."""
+        self._find_orders = choice
+        self.order_kinds = tuple(choice(self, self.settings))
+
+    def add_order(self, kind: Any) -> None:
+        """Let its handles have one more order in the backwards that begin from now on."""
+        if kind not in self.order_kinds:
+            self.order_kinds = (*self.order_kinds, kind)
 
     def in_tree(self, chosen: Sequence[StateRef]) -> list[ShardState]:
         """Return those of some units that are in this one's tree; others may be gone on a rank."""
@@ -162,6 +183,8 @@ class ShardState:
             del state[name]
         state.update(
             training_state=TrainingState.IDLE,
+            order_kinds=(),
+            _find_orders=_no_orders,
             load_call=None,
             last_call=UnitCall(),
             depth=0,
@@ -200,7 +223,8 @@ class TreeContext:
         has_agreed: The ranks have compared their models and options, and they are equal.
         is_checked: Lazy init is complete (also buffers are initialised), so calls skip it.
         streams: Side streams of an accelerator; `scratch`: memory that the reductions share.
-        reduction_order: Agreed order of handles with persistent gradients; None without any.
+        keeps_gradients: Some handles' gradients lie in a persistent buffer.
+        kept: What orders of reductions keep from one backward to the next, by their classes.
         gathers: The tree's `Gathers`; `make_queue`: the class of its queues of reductions. Both are
             chosen when the ranks are compared; untyped, because their modules import this one.
     """
@@ -221,7 +245,8 @@ class TreeContext:
         self.has_agreed = self.is_checked = False
         self.streams = make_streams(device)
         self.scratch = ScratchPool()
-        self.reduction_order: ReductionOrder | None = None
+        self.keeps_gradients = False
+        self.kept: dict[type, Any] = {}
         self.gathers: Any = None
         self.make_queue: Any = None
         trees.add(self)
@@ -235,9 +260,10 @@ class TreeContext:
         """
         self.has_agreed = self.has_agreed and other.has_agreed
         self.is_checked = self.is_checked and other.is_checked
-        if self.reduction_order is None and (other.reduction_order or self.gathers is None):
+        if not self.keeps_gradients and (other.keeps_gradients or self.gathers is None):
             self.gathers, self.make_queue = other.gathers, other.make_queue
-        self.reduction_order = self.reduction_order or other.reduction_order
+        self.keeps_gradients = self.keeps_gradients or other.keeps_gradients
+        self.kept = {**other.kept, **self.kept}
         self.callers |= other.callers
         states = dict.fromkeys([*self.states, *other.states])
         self.states = [ref for ref in states if ref() is not None]
@@ -259,7 +285,7 @@ class TreeContext:
         self.callers = dict(other.callers)
         if are_known:
             self.has_agreed = self.is_checked = True
-            self.reduction_order = other.reduction_order and ReductionOrder()
+            self.keeps_gradients = other.keeps_gradients
             # Its own: several trees may follow one, and each notes how far its calls are.
             self.gathers, self.make_queue = type(other.gathers)(), other.make_queue
         own = set(self.states)

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable_shard import clip_grad_norm_, fully_shard, get_handles, no_sync
+from composable_shard import (
+    ShardingStrategy,
+    clip_grad_norm_,
+    fully_shard,
+    get_handles,
+    no_sync,
+)
 from composable_shard.comm.messages import exchange
 from composable_shard.comm.order import GroupOrder
 from composable_shard.comm.trace import CollectiveLog, Event, count_collectives, trace_events
@@ -302,6 +308,46 @@ def test_backward_gathers_the_next_unit_before_the_current_one_computes() -> Non
     for k in range(NUM_BLOCKS - 1, 0, -1):
         issued = _position(events, "issue_gather", f"blocks.{k - 1}", last=True)
         assert issued < _position(events, "compute_backward", f"blocks.{k}")
+
+
+def _reductions_and_flags(model: nn.Module) -> list[str]:
+    x = rank_input(4, 5)  # needs no gradient, so the first units to run end with the backward
+    with trace_events() as events:
+        model(x).sum().backward()
+    names = {"all_reduce": "flags", "gradient_hooks": "hooks"}
+    kinds = ("issue_reduce", *names)
+    return [names.get(event.kind, event.name) for event in events if event.kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("unit end", "blocks.2 blocks.1 flags blocks.0 Net"),
+        ("postponed", "blocks.2 blocks.1 flags blocks.0 Net"),
+        # Known to all ranks beforehand, so that the rest may go before the flags.
+        ("buckets", "flags blocks.1 blocks.1 Net flags"),
+        ("agreed", "blocks.2 blocks.1 blocks.0 Net flags"),
+        # Their own flags, and the hooks when the next unit's reduction was issued.
+        ("hooks", "blocks.2 flags blocks.1 flags blocks.0 hooks Net"),
+    ],
+)
+@distributed(2)
+def test_each_order_of_reductions_has_its_place_for_flags(name: str, expected: str) -> None:
+    """Where one rank sends flags all must: they are collectives, as the reductions are."""
+    torch.manual_seed(0)
+    model = Net(3)
+    strategy = ShardingStrategy.SHARD_OPTIM if name == "agreed" else ShardingStrategy.FULL_SHARD
+    cap = 600 / (1 << 20) if name == "buckets" else None
+    for block in model.blocks[1:2] if name == "buckets" else model.blocks:
+        fully_shard(block, strategy=strategy, bucket_cap_mb=cap)
+    fully_shard(model, strategy=strategy)
+    for param in model.blocks[1].parameters() if name == "hooks" else ():
+        param.register_post_accumulate_grad_hook(lambda _: None)
+    _reductions_and_flags(model)
+    if name == "postponed":
+        with no_sync(model):
+            assert _reductions_and_flags(model) == []
+    assert " ".join(_reductions_and_flags(model)) == expected
 
 
 class _WrittenBytes(TorchDispatchMode):

@@ -50,11 +50,11 @@ FEATURES = {
     r"FLAT_\w+|use_orig_params|\.flat|"
     r"(\w+_)?(show|hide|set|make)_(flat|originals)(_\w+)?",
     "pending gradients": r"is_unsynced|marks|PendingGradient|postpone|waits_for_reduction|"
-    r"((un)?mark|forget|drop|hide|show)_pending(_\w+)?|pending_values",
+    r"((un)?mark|forget|drop|hide|show)_pending(_\w+)?|pending_values|Postponed",
     "scopes": r"(is_)?in_scope|(\w+_)?scope(_params)?|Scope(Params)?|SCOPE(_FLAT)?",
-    "buckets": r"(\w+_)?buckets?(_\w+)?",
+    "buckets": r"(\w+_)?buckets?(_\w+)?|Buckets",
     "early hooks": r"(\w+_)?early(_hooks)?|EarlyHooks",
-    "agreed order": r"(is_)?agreed|reduction_order|ReductionOrder|propose",
+    "agreed order": r"(is_)?agreed|reduction_order|ReductionOrder|AgreedOrder|propose",
     "small group": r"(\w+_)?small_group|SmallGroup|keeps_part|PARTIAL",
     "second stage": r"(copy_to_)?replicate(_group)?s|(\w+_)?second_stage|is_deferred|\.deferred|"
     r"(\w+_)?requires_all_reduce",
@@ -68,22 +68,18 @@ READING_PATH: dict[str, set[str]] = {
     "construct/build.py": set(),
     "layout/flat_layout.py": set(),
     "flat_param/handle.py": {"pending gradients", "small group", "second stage"},
-    "runtime/unit.py": {"buckets", "agreed order"},
-    "runtime/forward.py": {"agreed order"},
+    "runtime/unit.py": set(),
+    "runtime/forward.py": set(),
     "runtime/gathers.py": {"small group"},
     "flat_param/full_values.py": {"small group"},
     "comm/algorithms.py": set(),
     "flat_param/shown.py": {"scopes", "early hooks"},
     "flat_param/form.py": set(),
-    "runtime/backward.py": {"buckets", "early hooks"},
+    "runtime/backward.py": set(),
     "flat_param/gradients.py": {"pending gradients", "second stage"},
-    "runtime/reduction_queue.py": {
-        *("pending gradients", "buckets", "early hooks", "agreed order", "second stage")
-    },
+    "runtime/reduction_queue.py": {"second stage"},
     "flat_param/gradient_reduction.py": {"second stage"},
-    "runtime/backward_pass.py": {
-        *("pending gradients", "early hooks", "agreed order", "second stage")
-    },
+    "runtime/backward_pass.py": set(),
     "tensor/flat_shard.py": set(),
 }
 
@@ -95,21 +91,19 @@ OPTION_MODULES = frozenset(
         *("flat_param.kept_classes", "flat_param.owners", "flat_param.pending_gradients"),
         *("flat_param.precision", "flat_param.scope_params", "flat_param.scopes"),
         *("flat_param.user_hooks", "layout.buckets", "layout.ownership"),
-        *("runtime.buffer_broadcast", "runtime.casts", "runtime.late_outputs"),
-        *("runtime.meta_buffers", "runtime.reduction_order"),
+        *("runtime.bucket_windows", "runtime.buffer_broadcast", "runtime.casts"),
+        *("runtime.early_hooks", "runtime.late_outputs", "runtime.meta_buffers"),
+        *("runtime.postponed", "runtime.reduction_order"),
     }
 )
 
 # Which of them each file of the reading path still imports; as with the words, no further one.
 IMPORTED_OPTIONS: dict[str, set[str]] = {
     "flat_param/handle.py": {"flat_param.user_hooks"},
-    "runtime/unit.py": {"runtime.reduction_order"},
-    "runtime/forward.py": {"flat_param.pending_gradients"},
     "flat_param/full_values.py": {"comm.hooks"},
     "flat_param/gradients.py": {"flat_param.host_gradient"},
     "runtime/reduction_queue.py": {"flat_param.user_hooks"},
     "flat_param/gradient_reduction.py": {"comm.hooks"},
-    "runtime/backward_pass.py": {"flat_param.pending_gradients"},
 }
 
 

@@ -438,6 +438,22 @@ def test_parameters_that_some_ranks_use(
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @distributed(2)
+def test_parameters_that_some_ranks_use_beside_others_with_hooks(
+    strategy: ShardingStrategy,
+) -> None:
+    """Those with hooks keep their place among the others, on all ranks."""
+    twins = Twins(_Picky, partial(_bucketed, cap=64 / MIB, strategy=strategy))
+    for param in twins.sharded.optional.layers[1].parameters():
+        param.register_post_accumulate_grad_hook(lambda _: None)
+    for step in range(4):
+        used = [0, 1, 2] if dist.get_rank() == step % 2 else [1]
+        x = rank_input(4, 5, step=step)
+        twins.step(lambda model, x=x, used=used: model(x, used).square().mean())
+    twins.assert_equal_gradients()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
 def test_a_backward_fails_after_buckets_that_all_ranks_have_reduced(
     strategy: ShardingStrategy,
 ) -> None:

@@ -42,6 +42,7 @@ from tests.harness.workers import GROUP_TIMEOUT_S
         ("product_for_a_sum", "SHARD_GRAD_OP", ["whole values of", "aten.sum"]),
         ("columns_of_others", "SHARD_OPTIM", ["'blocks.0.weight'", "'blocks.1.weight'"]),
         ("dot_for_rows", "FULL_SHARD", ["aten.dot", "aten.linalg_vector_norm"]),
+        ("loss_of_a_block", "FULL_SHARD/alone", ["backward gather of unit 'blocks.2'"]),
         ("divide_factor", "NO_SHARD", ["set_gradient_divide_factor(7.0) of unit 'Chain'"]),
         ("frozen_unit", "FULL_SHARD", ["unit 'blocks.1' set to [False, False]"]),
         ("save_checkpoint", "FULL_SHARD", ["save_checkpoint()"]),
@@ -60,6 +61,22 @@ def test_order_names_both_sides(
     assert cell.seconds < 10
     for side in ["rank 0 is in", "rank 1 is in", *sides]:
         assert side in cell.texts[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        *(("loss_of_a_block", each) for each in ("FULL_SHARD/kept", "SHARD_GRAD_OP/alone")),
+        *(("loss_of_a_block", each) for each in ("SHARD_OPTIM/alone", "NO_SHARD/alone")),
+        ("loss_of_a_block_and_zero", "FULL_SHARD/alone"),
+    ],
+)
+@distributed(2)
+def test_order_a_loss_may_pass_over_units_that_are_not_gathered_for_it(
+    name: str, strategy: str
+) -> None:
+    """Right by value: where values are kept, and with zero times what the loss passes over."""
+    assert differences.train(name, strategy)
 
 
 @pytest.mark.parametrize("differs", ["forward", "backward", "first_call"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from composable_shard import ShardingStrategy, fully_shard, no_sync
 from composable_shard.runtime.reduction_queue import Item
 from composable_shard.runtime.stage import STAGE_MOVES
+from composable_shard.runtime.unit import trees
 from tests.common.changes import recorded_changes
 from tests.harness.ranks import distributed
 
@@ -95,3 +97,17 @@ def test_programs_make_the_moves_of_the_table_and_no_others() -> None:
         for program in PROGRAMS:
             program()
     assert moves == {(old, new) for old, found in STAGE_MOVES.items() for new in found}
+
+
+@distributed(2)
+def test_what_a_backward_has_made_is_in_no_cycle() -> None:
+    """So trees go with their models, whichever orders their handles had."""
+    for program in PROGRAMS:
+        gc.collect()
+        before = len(trees)
+        gc.disable()
+        try:
+            program()
+            assert len(trees) == before, program.__name__
+        finally:
+            gc.enable()
