@@ -90,7 +90,7 @@ READING_PATH: dict[str, set[str]] = {
 # What a reader of the plain path need not know.
 OPTION_MODULES = frozenset(
     {
-        *("comm.hooks", "comm.host_group", "construct.split_by_hand"),
+        *("comm.hooks", "comm.host_group", "comm.wire", "construct.split_by_hand"),
         *("flat_param.extended_gathers", "flat_param.flat_form", "flat_param.host_gradient"),
         *("flat_param.kept_classes", "flat_param.owners", "flat_param.pending_gradients"),
         *("flat_param.precision", "flat_param.scope_params", "flat_param.scopes"),
@@ -105,7 +105,7 @@ IMPORTED_OPTIONS: dict[str, set[str]] = {
     "flat_param/handle.py": {"flat_param.user_hooks"},
     "runtime/unit.py": {"runtime.reduction_order"},
     "runtime/forward.py": {"flat_param.pending_gradients"},
-    "flat_param/full_values.py": {"comm.hooks"},
+    "flat_param/full_values.py": {"comm.wire"},
     "flat_param/gradients.py": {"flat_param.host_gradient"},
     "runtime/reduction_queue.py": {"flat_param.user_hooks"},
     "flat_param/gradient_reduction.py": {"comm.hooks"},
