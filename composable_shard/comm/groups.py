@@ -154,6 +154,10 @@ class ShardGroup:
         group = _group_for("reductions", ranks, (self.group,), self.device)
         return replace(self, reduce_group=group)
 
+    def group_of_this_rank(self) -> dist.ProcessGroup:
+        """Return a group of this rank alone; the first call makes it, as in `SmallGroup.of`."""
+        return SmallGroup.of(self, 1).group
+
     def next_unit_number(self) -> int:
         """Return the number of one more unit of all data-parallel ranks, which all of them form."""
         if not self.joint_groups:

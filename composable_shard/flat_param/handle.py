@@ -207,7 +207,7 @@ class FlatParamHandle:
             "has_fixed_owners": self.has_fixed_owners,
             "entries": [(entry.sharded, entry.slots) for entry in self.entries],
             "parts": (
-                self.full.small_group,
+                self.full.keep,
                 self.shown.home,
                 self.shown.number,
                 self.shown.form,
@@ -223,7 +223,7 @@ class FlatParamHandle:
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        small_group, home, number, form = state.pop("parts")
+        keep, home, number, form = state.pop("parts")
         self.__dict__.update(state)
         self.entries = [
             # The parameter's own spec: optimizers compare specs by identity first.
@@ -236,7 +236,7 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             self.rebuild_shard()
         self.full.label = self.grads.reduction.label = self.label
-        self.full.set_small_group(small_group)
+        self.full.keep_with(keep)
 
     # The parameters, kept in step with the buffers
 
@@ -262,6 +262,7 @@ class FlatParamHandle:
         full.free()
         alloc_storage(full.buffer)  # views of a storage without memory can't be made
         full.params.build(self.entries)
+        full.choose_source()
         self.shown.index_slots()
         if not self.is_kept:
             # Before the gradients' own buffer is made, so that this call never holds both.

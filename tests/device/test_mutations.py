@@ -50,7 +50,7 @@ FOUND_BY = {
     "LocalShard.to_device": "writes_on_host",
     "LocalShard.copy_to_replicas": "step_with_replicas",
     "LocalShard.gather_into": "state_dicts",
-    "FullValues._issue": "step",
+    "FullValues._start_on_stream": "step",
     "FullValues.wait": "step",
     "FullValues.write_back": "writeback_at_once",
     "FlatReduction.start: self._read": "step_with_16_bit_sums",
@@ -92,7 +92,6 @@ UNFOUND = {
     "FlatGradients.issue": "a reduction put off until its unit is gathered again; no program is "
     "known: what a call gathers ahead and skips is freed at its end",
     "HostGradient.drop": "the next backward waits for what is left; this one gives memory back",
-    "ExtendedValues._issue": "one rank: nothing is in flight, the wait writes the values",
 }
 
 

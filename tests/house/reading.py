@@ -55,7 +55,7 @@ FEATURES = {
     "buckets": r"(\w+_)?buckets?(_\w+)?",
     "early hooks": r"(\w+_)?early(_hooks)?|EarlyHooks",
     "agreed order": r"(is_)?agreed|reduction_order|ReductionOrder|propose",
-    "small group": r"(\w+_)?small_group|SmallGroup|keeps_part|PARTIAL",
+    "small group": r"(\w+_)?small_group|SmallGroup|KeptPart",
     "second stage": r"(copy_to_)?replicate(_group)?s|(\w+_)?second_stage|is_deferred|\.deferred|"
     r"(\w+_)?requires_all_reduce",
     "launches": r"_?Launch\w*|MAX_LAUNCH_NBYTES|launch(es|ed)?|launched_\w+",
@@ -67,11 +67,11 @@ READING_PATH: dict[str, set[str]] = {
     "construct/forming.py": {"flat form", "buckets", "small group"},
     "construct/build.py": set(),
     "layout/flat_layout.py": set(),
-    "flat_param/handle.py": {"pending gradients", "small group", "second stage"},
+    "flat_param/handle.py": {"pending gradients", "second stage"},
     "runtime/unit.py": {"buckets", "agreed order"},
     "runtime/forward.py": {"agreed order"},
-    "runtime/gathers.py": {"small group"},
-    "flat_param/full_values.py": {"small group"},
+    "runtime/gathers.py": set(),
+    "flat_param/full_values.py": set(),
     "comm/algorithms.py": set(),
     "flat_param/shown.py": {"scopes", "early hooks"},
     "flat_param/form.py": set(),
@@ -96,16 +96,16 @@ OPTION_MODULES = frozenset(
         *("flat_param.precision", "flat_param.scope_params", "flat_param.scopes"),
         *("flat_param.user_hooks", "layout.buckets", "layout.ownership"),
         *("runtime.buffer_broadcast", "runtime.casts", "runtime.late_outputs"),
-        *("runtime.meta_buffers", "runtime.reduction_order"),
+        *("runtime.meta_buffers", "runtime.reduction_order", "runtime.reshard_policy"),
     }
 )
 
 # Which of them each file of the reading path still imports; as with the words, no further one.
 IMPORTED_OPTIONS: dict[str, set[str]] = {
+    "construct/forming.py": {"runtime.reshard_policy"},
     "flat_param/handle.py": {"flat_param.user_hooks"},
     "runtime/unit.py": {"runtime.reduction_order"},
     "runtime/forward.py": {"flat_param.pending_gradients"},
-    "flat_param/full_values.py": {"comm.wire"},
     "flat_param/gradients.py": {"flat_param.host_gradient"},
     "runtime/reduction_queue.py": {"flat_param.user_hooks"},
     "flat_param/gradient_reduction.py": {"comm.hooks"},

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable_shard import ShardingStrategy, fully_shard, get_handles
 from composable_shard.comm import groups
-from composable_shard.flat_param import FullState
 from tests.harness.ranks import distributed
 from tests.programs.models import (
     Net,
@@ -47,7 +46,7 @@ def test_a_number_on_a_2d_mesh_speaks_of_the_shard_group(number: int) -> None:
     twins = Twins(Net, shard_blocks, mesh=replica_mesh(), reshard_after_forward=number)
     for step in range(2):
         twins.step(lambda model, step=step: loss_of(model, step))
-    assert not any(handle.full.state is FullState.PARTIAL for handle in get_handles(twins.sharded))
+    assert all(handle.full.kept is None for handle in get_handles(twins.sharded))
     with pytest.raises(ValueError, match="a divisor of the 2 ranks that share the unit, got 4"):
         fully_shard(nn.Linear(5, 5), mesh=replica_mesh(), reshard_after_forward=4)
 
@@ -59,6 +58,6 @@ def test_a_small_group_inside_the_shard_axis_of_a_2d_mesh() -> None:
     twins = Twins(Net, shard_blocks, mesh=mesh, reshard_after_forward=2)
     twins.step(loss_of)
     loss = loss_of(twins.sharded)
-    assert all(handle.full.state is FullState.PARTIAL for handle in get_handles(twins.sharded))
+    assert all(handle.full.kept is not None for handle in get_handles(twins.sharded))
     loss.backward()
     assert_at_rest(twins.sharded)
