@@ -49,7 +49,6 @@ from composable_shard.flat_param.readers import (
     GRAPH,
     HELD,
     HIDDEN_ALIAS,
-    KEEP_MEMORY,
     LATE_GRAPH,
     NESTED,
     RESHARD,

@@ -219,7 +219,7 @@ class FlatGradients:
         assert full is not None
         assert packing is not None
         self.has_graph = self.has_graph or gradient.requires_grad
-        if self.views is None:
+        if self.views is None and (self.is_persistent or self.reduction.output is not None):
             self._begin_round()
         # Dropped at once, so that a unit never holds its gradients twice. Not before: where the
         # round can't begin, for the last one's reduction has failed, `.grad` still holds it.
@@ -239,7 +239,7 @@ class FlatGradients:
                 and packing.may_share
                 and not full.is_kept
                 and (full.state is CURRENT or full.state is STALE)
-                and not (full.readers.claims or full.readers.bits)
+                and full.readers.may_overwrite
             )
         view = self.views[index]  # type: ignore[index]
         if self.arrived[index]:
@@ -289,7 +289,7 @@ class FlatGradients:
                 params.check_overwritten(expected)
 
     def _begin_round(self) -> None:
-        """Finish earlier uses of the memory that a new round writes into."""
+        """Finish earlier uses of the memory that a new round writes into, if there are any."""
         if self.reduction.output is not None:
             self.finish()
         if self.is_persistent:

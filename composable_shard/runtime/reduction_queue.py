@@ -62,7 +62,6 @@ from torch.autograd.graph import get_gradient_edge
 from composable_shard.comm import FlagReduction, Proposal, trace
 from composable_shard.flat_param import (
     HIDDEN_ALIAS,
-    KEEP_MEMORY,
     FlatParamHandle,
     Round,
     run_gradient_hooks,
@@ -144,9 +143,8 @@ class Item:
     @property
     def keeps_values(self) -> bool:
         """Whether the full values are still needed after the unit's end."""
-        full, settings = self.handle.full, self.handle.settings
-        is_read = bool(full.readers.claims) or bool(full.readers.bits & KEEP_MEMORY)
-        return is_read or not settings.reshard_after_backward
+        handle = self.handle
+        return not (handle.settings.reshard_after_backward and handle.full.readers.may_free)
 
     def count(self, index: int) -> bool:
         """Count the gradient of a parameter; return whether that was the last one to come.
@@ -384,8 +382,7 @@ class ReductionQueue:
         full, used = handle.full, handle.grads.used
         if (
             state.ref in self._context.graphs.may_recompute
-            or bool(full.readers.claims)
-            or full.readers.bits & KEEP_MEMORY
+            or not full.readers.may_free
             or current_backward_id() != self._context.graphs.last_backward_id
             or (full.is_kept and not full.is_cast and full.readers.bits & HIDDEN_ALIAS)
         ):
