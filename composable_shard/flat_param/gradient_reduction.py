@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import (
+    CommHook,
     PendingReduction,
     ReduceScatter,
     ReductionStage,
@@ -193,8 +194,8 @@ class FlatReduction:
     def _issue(
         self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None
     ) -> Tensor:
-        group = self.shard_group
-        if self.settings.comm_hook is not None:
+        group, hook = self.shard_group, self.settings.comm_hook
+        if hook is not None:
             # The padding was not packed, but a hook may quantise it with its neighbours.
             for start, end in self._layout.padding_ranges():
                 buffer[start:end].zero_()
@@ -202,7 +203,14 @@ class FlatReduction:
             output = buffer.new_empty(self.own_numel, dtype=self.output_dtype)
         if group.size > 1:
             self._scale = 1.0
-            self._scatter = self._issue_scatter(output, buffer, scratch, scale)
+            if hook is None:
+                assert self._reduce_scatter is not None
+                unit = self.label.text
+                self._scatter = self._reduce_scatter.start(
+                    output, buffer, scratch, scale, unit=unit
+                )
+            else:
+                self._scatter = self._scatter_by_hook(*hook, output, buffer, scale)
         elif group.replicate_groups:
             self._scale = scale
             self._issue_all_reduce(output)
@@ -211,18 +219,15 @@ class FlatReduction:
             output.copy_(buffer)  # no other rank has gradients
         return output
 
-    def _issue_scatter(
-        self, output: Tensor, buffer: Tensor, scratch: Tensor | None, scale: float
+    def _scatter_by_hook(
+        self, hook: CommHook, state: object, output: Tensor, buffer: Tensor, scale: float
     ) -> PendingReduction:
-        if self.settings.comm_hook is None:
-            assert self._reduce_scatter is not None
-            return self._reduce_scatter.start(output, buffer, scratch, scale, unit=self.label.text)
         group, key = self.shard_group.reduce_group or self.shard_group.group, self._keys[0]
         numels = self._layout.uneven_numels
         stage = ReductionStage(
             "reduce_scatter", buffer, output, group, scale, key, numels, self.label.text
         )
-        work = call_hook(*self.settings.comm_hook, stage)
+        work = call_hook(hook, state, stage)
         return PendingReduction(work, stage.output, stage.gradient, None, stage.scale)
 
     def _issue_all_reduce(self, output: Tensor) -> None:

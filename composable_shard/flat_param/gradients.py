@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import add, or_
 
 import torch
 from torch import Tensor, is_grad_enabled, mul
 
 from composable_shard.comm import ShardGroup, Streams, trace
+from composable_shard.flat_param.form import Cutter
 from composable_shard.flat_param.full_values import (
     CURRENT,
     GATHERING,
@@ -27,7 +29,6 @@ from composable_shard.flat_param.grad_pieces import (
     write_gradient,
 )
 from composable_shard.flat_param.gradient_reduction import FlatReduction, ScratchPool
-from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.flat_param.readers import BACKWARD, HIDDEN_ALIAS, LATE_GRAPH
 from composable_shard.flat_param.round import IN_OWN, IN_VALUES, NONE, REDUCING, Round
 from composable_shard.flat_param.shown import ShownParams
@@ -75,7 +76,6 @@ class FlatGradients:
         packing: How gradients are packed; None without buffers for them.
         layout: The parameters' layout, in which frozen ones may have no elements.
         pieces: Cuts the reduced shard into the parameters' gradients.
-        host: Host memory for offloaded gradients; None if they are not offloaded.
     """
 
     def __init__(
@@ -96,7 +96,6 @@ class FlatGradients:
         self.reduced: Tensor | None = None
         self.is_unsynced = self.is_direct = self.has_graph = False
         self.marks: list[tuple[FlatShard, list[int]]] = []
-        self.host: HostGradient | None = None
         self._own = OwnBuffer()
         self.views: list[Tensor] | None = None
         self.packing: Packing | None = None
@@ -119,11 +118,7 @@ class FlatGradients:
         self._own = OwnBuffer()  # the old one may hold pending gradients; don't reuse it
         self._forget()
         group, self._full = self.reduction.shard_group, full
-        values, main_dtype, copies = full.unversioned, full.shard.values.dtype, full.shard.copies
-        self.host = None
-        if copies is not None:
-            numel = self.reduction.own_numel
-            self.host = HostGradient(numel, main_dtype, copies, is_pinned=is_pinned)
+        values, main_dtype = full.unversioned, full.shard.values.dtype
         self._own.result = values.new_empty(0, dtype=main_dtype)
         self.reduction.bind(reduce_dtype, main_dtype, values.device)
         is_whole, is_cast = self.layout == full.shard.layout, reduce_dtype != values.dtype
@@ -296,8 +291,6 @@ class FlatGradients:
             params = [each.sharded for each in self._shown.at_rest]
             if self._own.is_lost(params):
                 self._make_own(torch.empty_like(self._own.buffer))
-            if self.host is not None:
-                self.host.reuse_sources()
 
     def _choose_place(self, *, in_place: bool) -> None:
         if self.is_persistent and self.reduced is not None:
@@ -418,10 +411,7 @@ class FlatGradients:
             self._full.end_gradients()
 
     def finish(self) -> None:
-        """Wait for the reduction in flight, if any, free the buffers, add to `reduced`.
-
-        Offloaded gradients are copied to the host while the backward goes on.
-        """
+        """Wait for the reduction in flight, if any, free the buffers, add to `reduced`."""
         if self.reduction.output is None:
             return
         # Free the buffers after the wait, which ends the reads of them, but also if it fails: the
@@ -439,9 +429,6 @@ class FlatGradients:
                 output = output.to(self.reduction.main_dtype)
         if output is not None:
             self.reduced = output if self.reduced is None else self.reduced.add_(output)
-        if self.host is not None and self.reduced is not None:
-            self.host.receive(self.reduced, [each.sharded for each in self._shown.at_rest])
-            self.reduced = None
 
     def publish(self, used: list[bool]) -> None:
         """Set, or add to, `.grad` of the parameters that any rank used; forget `reduced`.
@@ -458,12 +445,8 @@ class FlatGradients:
         if self.reduction.deferred is not None:
             self.was_used = used  # until the postponed all-reduce
             return
-        form, pieces = shown.form, None
-        cutter = form.cutter or self.pieces
-        if self.host is not None:
-            pieces = self.host.pieces_of(form.at_rest, cutter.split)
-        elif self.reduced is not None:
-            pieces = cutter.split(self.reduced)
+        form = shown.form
+        pieces = self._cut(form.cutter or self.pieces)
         # Forgotten when nothing can fail any more but a `.grad` that is no shard.
         self.reduced = None
         self.was_used = [False] * len(self.was_used)
@@ -472,11 +455,13 @@ class FlatGradients:
             self.has_graph = False
             refuse_graphs([each.sharded for each in form.at_rest], used)
 
+    def _cut(self, cutter: Cutter) -> Sequence[Tensor] | None:
+        """Return the reduced gradients of the parameters at rest; None if none came."""
+        return None if self.reduced is None else cutter.split(self.reduced)
+
     def drop(self) -> None:
         """Forget all unpublished gradients, also those in flight, after an error."""
         self._forget()
-        if self.host is not None:
-            self.host.drop()
         self.is_unsynced = self.has_graph = False
         drop_unpacked(self)
 
@@ -505,7 +490,7 @@ def drop_unpacked(grads: FlatGradients) -> None:
 
 def in_layout(layout: FlatLayout, grads: FlatGradients) -> FlatGradients:
     """Return an object for another layout with the users' settings; `bind` moves what waits."""
-    other = FlatGradients(
+    other = type(grads)(
         layout, grads.reduction.shard_group, grads._shown, is_persistent=grads.is_persistent
     )
     other.reduction.label = grads.reduction.label

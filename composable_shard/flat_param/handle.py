@@ -17,7 +17,7 @@ from composable_shard.comm import Streams, enter_setting
 from composable_shard.flat_param.entries import ParamEntry, zero_gaps
 from composable_shard.flat_param.form import OriginalForm
 from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, IS_SCRATCH, STALE, FullValues
-from composable_shard.flat_param.gradients import FlatGradients, in_layout
+from composable_shard.flat_param.gradients import in_layout
 from composable_shard.flat_param.initial_values import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.param_classes import copy_unsharded
@@ -125,7 +125,9 @@ class FlatParamHandle:
         self.guard = WriteGuard(weakref.ref(self))
         self.shown = ShownParams(self.entries, form, self.guard)
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
-        self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
+        self.grads = self.memory.make_gradients(
+            self.layout, self.shown, is_persistent=is_persistent
+        )
         self.initial = InitialValues(self.guard)
         step_hooks.keep_for(self, has_owned=self.has_owned)
         self.is_attached = False

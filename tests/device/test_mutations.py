@@ -60,7 +60,7 @@ FOUND_BY = {
     "FlatReduction._end": "step_without_shards",
     "FlatReduction.finish": "step",
     "FlatReduction.drop: torch.accelerator": "failed_backward",
-    "FlatGradients._begin_round": "rounds_on_host",
+    "OffloadedGradients._begin_round": "rounds_on_host",
     "HostGradient.copy: self._copies": "rounds_on_host",
     "HostGradient.copy: self._in_flight": "step_on_host",
     "HostGradient.reuse_sources": "rounds_on_host",

@@ -128,7 +128,7 @@ REACHED = {
     "files of early hooks": 6,
     "files of agreed order": 8,
     "files of second stage": 12,
-    "options that the reading path imports": 8,
+    "options that the reading path imports": 7,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name

@@ -106,7 +106,6 @@ IMPORTED_OPTIONS: dict[str, set[str]] = {
     "flat_param/handle.py": {"flat_param.user_hooks"},
     "runtime/unit.py": {"runtime.reduction_order"},
     "runtime/forward.py": {"flat_param.pending_gradients"},
-    "flat_param/gradients.py": {"flat_param.host_gradient"},
     "runtime/reduction_queue.py": {"flat_param.user_hooks"},
     "flat_param/gradient_reduction.py": {"comm.hooks"},
     "runtime/backward_pass.py": {"flat_param.pending_gradients"},
