@@ -12,8 +12,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from composable_shard.comm import collectives
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.devices import backend_name
 from composable_shard.comm.order import order_of
@@ -170,6 +172,11 @@ class ShardGroup:
         if self.joint_groups:
             names = tuple(group.group_name for group in self.joint_groups)
             order_of(self.joint_groups[0]).num_units[names] = number
+
+    def copy_to_replicas(self, tensor: Tensor) -> None:
+        """Give the ranks that hold copies of a shard the first one's tensor, and wait for it."""
+        for group in self.replicate_groups:
+            collectives.broadcast(tensor, 0, group).wait()
 
     @property
     def groups(self) -> _Groups:

@@ -318,7 +318,7 @@ class FlatGradients:
         scratch: ScratchPool,
         *,
         keep_unsharded: bool,
-        is_deferred: bool,
+        is_deferred: bool = False,
     ) -> None:
         """Start reducing the packed gradients, with gradients kept by earlier microbatches.
 

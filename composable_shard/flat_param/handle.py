@@ -170,7 +170,7 @@ class FlatParamHandle:
         """Return a line for each parameter with all that the ranks must agree on."""
         group = self.shard_group
         # Replicas are about to get the first copy's values, and only owners write their parameters.
-        is_split = group.size > 1 and not (group.replicate_groups or self.layout.owners)
+        is_split = group.size > 1 and group.num_replicas == 1 and not self.layout.owners
         if is_split and self.guard.num_writes:
             options += ", written since it was sharded or copied, which all ranks must do"
         lines = []

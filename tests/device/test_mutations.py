@@ -17,6 +17,7 @@ from tests.device.running import on_device
 
 MODULES = (
     "comm.devices",
+    "comm.groups",
     "comm.launches",
     "flat_param.local_shard",
     "flat_param.storage",
@@ -48,7 +49,7 @@ FOUND_BY = {
     "StreamCopies.is_done": "rounds_on_host",
     "Then.wait": "step_with_int8_gathers",
     "LocalShard.to_device": "writes_on_host",
-    "LocalShard.copy_to_replicas": "step_with_replicas",
+    "ShardGroup.copy_to_replicas": "step_with_replicas",
     "LocalShard.gather_into": "state_dicts",
     "FullValues._start_on_stream": "step",
     "FullValues.wait": "step",

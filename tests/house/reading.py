@@ -67,7 +67,7 @@ READING_PATH: dict[str, set[str]] = {
     "construct/forming.py": {"flat form", "buckets", "small group"},
     "construct/build.py": set(),
     "layout/flat_layout.py": set(),
-    "flat_param/handle.py": {"pending gradients", "second stage"},
+    "flat_param/handle.py": {"pending gradients"},
     "runtime/unit.py": {"buckets", "agreed order"},
     "runtime/forward.py": {"agreed order"},
     "runtime/gathers.py": set(),
