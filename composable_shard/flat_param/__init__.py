@@ -5,7 +5,7 @@ part, the unsharded buffer and its states; `sources`: how the buffer is filled),
 parameters modules show; `form`: which ones users hold) and `gradients` (packing, reduction,
 `.grad`). Read `handle`, `full_values` and `gradients` first. Options are in rooms of their own:
 `flat_form`, `pending_gradients`, `scopes` and `scope_params`, `user_hooks`, `precision`,
-`host_gradient`, `owners`, `extended_gathers`.
+`host_gradient`, `two_stages`, `owners`, `extended_gathers`.
 """
 
 import composable_shard.flat_param.profiler_ranges  # answers to profilers

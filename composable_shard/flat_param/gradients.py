@@ -8,7 +8,7 @@ from operator import add, or_
 import torch
 from torch import Tensor, is_grad_enabled, mul
 
-from composable_shard.comm import ShardGroup, Streams, trace
+from composable_shard.comm import Streams, trace
 from composable_shard.flat_param.form import Cutter
 from composable_shard.flat_param.full_values import (
     CURRENT,
@@ -81,17 +81,17 @@ class FlatGradients:
     def __init__(
         self,
         layout: FlatLayout,
-        shard_group: ShardGroup,
+        reduction: FlatReduction,
         shown: ShownParams,
         *,
         is_persistent: bool,
     ) -> None:
         self._shown = shown
         self._full: FullValues | None = None  # its buffer may be used too; None before `bind`
-        self.reduction = FlatReduction(shard_group, layout)
+        self.reduction = reduction
         self.is_persistent = is_persistent
         self.layout = layout
-        self.pieces = GradPieces(layout, shard_group.rank)
+        self.pieces = GradPieces(layout, reduction.shard_group.rank)
         self.arrived, self.was_used = ([False] * len(layout.numels) for _ in range(2))
         self.reduced: Tensor | None = None
         self.is_unsynced = self.is_direct = self.has_graph = False
@@ -394,7 +394,7 @@ class FlatGradients:
         """
         if self.reduction.output is None:
             return
-        if not self.reduction.shard_group.replicate_groups:
+        if not self.reduction.has_second_stage:
             self.finish()
         else:
             try:
@@ -490,11 +490,10 @@ def drop_unpacked(grads: FlatGradients) -> None:
 
 def in_layout(layout: FlatLayout, grads: FlatGradients) -> FlatGradients:
     """Return an object for another layout with the users' settings; `bind` moves what waits."""
-    other = type(grads)(
-        layout, grads.reduction.shard_group, grads._shown, is_persistent=grads.is_persistent
-    )
-    other.reduction.label = grads.reduction.label
+    before = grads.reduction
+    reduction = type(before)(before.shard_group, layout)
+    reduction.label, reduction.settings = before.label, before.settings
+    other = type(grads)(layout, reduction, grads._shown, is_persistent=grads.is_persistent)
     other.marks, other.has_graph = grads.marks, grads.has_graph
     other.is_unsynced = grads.is_unsynced
-    other.reduction.settings = grads.reduction.settings
     return other

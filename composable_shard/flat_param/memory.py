@@ -18,6 +18,7 @@ from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.precision import Precision
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.storage import free_storage
+from composable_shard.flat_param.two_stages import make_reduction
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
 from composable_shard.tensor import WriteGuard
@@ -63,7 +64,8 @@ class MemoryPlan:
     ) -> FlatGradients:
         """Return a handle's gradients, which go to the host where they are offloaded."""
         kind = OffloadedGradients if self.offload.is_active else FlatGradients
-        return kind(layout, self.shard_group, shown, is_persistent=is_persistent)
+        reduction = make_reduction(self.shard_group, layout)
+        return kind(layout, reduction, shown, is_persistent=is_persistent)
 
     def check(self, shown: Sequence[ParamEntry], name: str) -> None:
         """Check that a shard can have the dtype and be on the device of its parameters."""

@@ -57,7 +57,7 @@ FEATURES = {
     "agreed order": r"(is_)?agreed|reduction_order|ReductionOrder|propose",
     "small group": r"(\w+_)?small_group|SmallGroup|KeptPart",
     "second stage": r"(copy_to_)?replicate(_group)?s|(\w+_)?second_stage|is_deferred|\.deferred|"
-    r"(\w+_)?requires_all_reduce",
+    r"(\w+_)?requires_all_reduce|TwoStageReduction",
     "launches": r"_?Launch\w*|MAX_LAUNCH_NBYTES|launch(es|ed)?|launched_\w+",
 }
 
@@ -94,7 +94,8 @@ OPTION_MODULES = frozenset(
         *("flat_param.extended_gathers", "flat_param.flat_form", "flat_param.host_gradient"),
         *("flat_param.kept_classes", "flat_param.owners", "flat_param.pending_gradients"),
         *("flat_param.precision", "flat_param.scope_params", "flat_param.scopes"),
-        *("flat_param.user_hooks", "layout.buckets", "layout.ownership"),
+        *("flat_param.two_stages", "flat_param.user_hooks", "layout.buckets"),
+        "layout.ownership",
         *("runtime.buffer_broadcast", "runtime.casts", "runtime.late_outputs"),
         *("runtime.meta_buffers", "runtime.reduction_order", "runtime.reshard_policy"),
     }
