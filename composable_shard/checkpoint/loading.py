@@ -150,14 +150,8 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         step = None if step is None else operator.index(step)  # also of numpy or a tensor
     known = step if step is None or isinstance(step, int) else repr(step)
     group.join({"step": known, "strict": bool(strict)}, _check_arguments)
-    folder, digest = group.on_first(lambda: _find(path, step))
     optimizers, schedulers = as_dict(optimizer), as_dict(scheduler)
-    reader: TensorReader
-    if digest is not None:
-        with group.agreed():
-            reader = CheckpointReader(Path(folder), digest)
-    else:
-        reader = _open_peers(group, model, optimizers, step, (path, rename))
+    reader = _open(group, model, optimizers, step, (path, rename))
     with group.agreed():
         reader.check_files(group.rank, group.size)
     check_names(group, reader, {"optimizer": optimizers, "scheduler": schedulers})
@@ -234,6 +228,22 @@ def _told(
         left=(*left, *reader.left),
         notes=tuple(run.notes),
     )
+
+
+def _open(
+    group: HostGroup,
+    model: nn.Module,
+    optimizers: dict[str, Any],
+    step: int | None,
+    source: tuple[str | os.PathLike[str], Rename | None],
+) -> TensorReader:
+    """Open what rank 0 finds: a checkpoint of this library, or another library's."""
+    folder, digest = group.on_first(lambda: _find(source[0], step))
+    if digest is None:
+        return _open_peers(group, model, optimizers, step, source)
+    with group.agreed():
+        reader = CheckpointReader(Path(folder), digest)
+    return reader
 
 
 def _open_peers(

@@ -2,7 +2,7 @@
 
 Read `groups` (which ranks), `collectives` (what is sent) and `algorithms` (how) first. `agreement`
 makes ranks agree or raise together. `order`, `identity_exchange`, `watch` and `step_digest` keep
-them in lockstep. `hooks` replaces reductions, `trace` observes.
+them in lockstep. `hooks` replaces reductions, `wire` quantises shards, `trace` observes.
 """
 
 from composable_shard.comm import collectives, trace
@@ -33,15 +33,11 @@ from composable_shard.comm.devices import (
 )
 from composable_shard.comm.groups import ShardGroup, SmallGroup
 from composable_shard.comm.hooks import (
-    QUANTISED,
     CommHook,
     ReductionStage,
     StageKey,
-    as_received,
     call_hook,
-    gather_in,
     then_call_hook,
-    wire_nbytes,
 )
 from composable_shard.comm.host_group import HostGroup, Messages, get_host_group
 from composable_shard.comm.launches import MAX_LAUNCH_NBYTES, Launch
@@ -58,6 +54,7 @@ from composable_shard.comm.step_digest import (
 )
 from composable_shard.comm.trace import count_collectives
 from composable_shard.comm.watch import fail
+from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_nbytes
 from composable_shard.torch_private import resolve_group
 
 __all__ = [

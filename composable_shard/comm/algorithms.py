@@ -177,7 +177,7 @@ class AllGather:
         group: dist.ProcessGroup,
         numels: Sequence[int] | None = None,
         *,
-        name: str,
+        name: object,
     ) -> None:
         """Choose the algorithm; issues nothing.
 
@@ -186,7 +186,8 @@ class AllGather:
             shard: Shape `(shard_numel,)`, this rank's; it may be its part of `output`.
             numels: Elements of each rank's shard where they differ, the same on all ranks; `output`
                 may be longer than all of them.
-            name: What is gathered, for messages; the unit, where `start` says when.
+            name: What is gathered, for messages, as its `str` says when it starts; the unit, where
+                `start` says when.
         """
         self._group_name = group.group_name
         self._name, self._identities = name, dict[str, int]()
@@ -208,7 +209,7 @@ class AllGather:
             trace.record("all_gather", self._group_name, self._nbytes)
         identity = self._identities.get(when)
         if identity is None:
-            what = f"the {when} gather of {self._name}" if when else self._name
+            what = f"the {when} gather of {self._name}" if when else str(self._name)
             identity = identify(what, "all_gather", self._nbytes, is_of_step=bool(when))
             self._identities[when] = identity
         order = self._order  # as `note` does, without a call

@@ -12,8 +12,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from composable_shard.comm import collectives
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.devices import backend_name
 from composable_shard.comm.order import order_of
@@ -154,6 +156,10 @@ class ShardGroup:
         group = _group_for("reductions", ranks, (self.group,), self.device)
         return replace(self, reduce_group=group)
 
+    def group_of_this_rank(self) -> dist.ProcessGroup:
+        """Return a group of this rank alone; the first call makes it, as in `SmallGroup.of`."""
+        return SmallGroup.of(self, 1).group
+
     def next_unit_number(self) -> int:
         """Return the number of one more unit of all data-parallel ranks, which all of them form."""
         if not self.joint_groups:
@@ -166,6 +172,11 @@ class ShardGroup:
         if self.joint_groups:
             names = tuple(group.group_name for group in self.joint_groups)
             order_of(self.joint_groups[0]).num_units[names] = number
+
+    def copy_to_replicas(self, tensor: Tensor) -> None:
+        """Give the ranks that hold copies of a shard the first one's tensor, and wait for it."""
+        for group in self.replicate_groups:
+            collectives.broadcast(tensor, 0, group).wait()
 
     @property
     def groups(self) -> _Groups:

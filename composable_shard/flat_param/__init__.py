@@ -1,10 +1,11 @@
 """The handle of one flat parameter: its shard, its full values, its gradients.
 
 `handle` ties four parts together: the local shard and the full values (`full_values`: this rank's
-part, the unsharded buffer and its states), `shown` (which parameters modules show; `form`: which
-ones users hold) and `gradients` (packing, reduction, `.grad`). Read `handle`, `full_values` and
-`gradients` first. Options are in rooms of their own: `flat_form`, `pending_gradients`, `scopes` and
-`scope_params`, `user_hooks`, `precision`, `host_gradient`, `owners`, `extended_gathers`.
+part, the unsharded buffer and its states; `sources`: how the buffer is filled), `shown` (which
+parameters modules show; `form`: which ones users hold) and `gradients` (packing, reduction,
+`.grad`). Read `handle`, `full_values` and `gradients` first. Options are in rooms of their own:
+`flat_form`, `pending_gradients`, `scopes` and `scope_params`, `user_hooks`, `precision`,
+`host_gradient`, `two_stages`, `owners`, `extended_gathers`.
 """
 
 import composable_shard.flat_param.profiler_ranges  # answers to profilers
@@ -18,7 +19,7 @@ from composable_shard.flat_param.flat_form import (
     show_originals,
 )
 from composable_shard.flat_param.form import AskedForm
-from composable_shard.flat_param.full_values import HAVE_VALUES, FullState
+from composable_shard.flat_param.full_values import HAVE_VALUES, FullState, FullValues
 from composable_shard.flat_param.gradient_reduction import ScratchPool
 from composable_shard.flat_param.gradients import drop_unpacked
 from composable_shard.flat_param.gradients_at_rest import (
@@ -48,7 +49,6 @@ from composable_shard.flat_param.readers import (
     GRAPH,
     HELD,
     HIDDEN_ALIAS,
-    KEEP_MEMORY,
     LATE_GRAPH,
     NESTED,
     RESHARD,

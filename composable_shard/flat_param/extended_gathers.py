@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable_shard.comm import SmallGroup, Streams, Then, Waitable, collectives
+from composable_shard.comm import Then, Waitable, collectives
 from composable_shard.flat_param.entries import ParamEntry
-from composable_shard.flat_param.full_values import FREED, FullState, FullValues
+from composable_shard.flat_param.full_values import FullValues
 from composable_shard.flat_param.kept_classes import ClassNotes
 from composable_shard.flat_param.kept_params import Kept, as_itself
 from composable_shard.flat_param.local_shard import LocalShard
@@ -40,6 +40,7 @@ from composable_shard.flat_param.readers import Readers
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.unsharded_params import LOCKED, UnshardedParams
 from composable_shard.layout import round_up
+from composable_shard.tensor import UnitLabel
 from composable_shard.torch_private import is_traceable_wrapper_subclass, storage_of, version_of
 
 _OUTPUT_ALIGNMENT_NBYTES = 256  # of the outputs, which matrix products may read
@@ -84,6 +85,9 @@ class Codec:
         shard: The shard to gather.
         extension: Extension of the parameter.
         dtype: Dtype in which the parameter computes.
+
+    Attributes:
+        label: Label of the unit, for messages.
     """
 
     _entry: ParamEntry
@@ -93,12 +97,13 @@ class Codec:
 
     def __init__(self, shard: LocalShard, extension: Extension, dtype: torch.dtype) -> None:
         self.shard, self._extension, self._dtype = shard, extension, dtype
+        self.label = UnitLabel("?")
         # The memory that modules see, as bytes; empty until the parameter is made
         self.buffer = torch.empty(0, dtype=torch.uint8, device=shard.device)
         self.unversioned = self.buffer.data  # an alias of it
         ranks = shard.shard_group
         is_whole = ranks.size < ranks.group.size()
-        group = SmallGroup.of(ranks, 1).group if is_whole else ranks.group
+        group = ranks.group_of_this_rank() if is_whole else ranks.group
         self._mesh = DeviceMesh.from_group(group, shard.device.type)
 
     def make_param(self, entry: ParamEntry) -> Tensor:
@@ -162,8 +167,9 @@ class Codec:
         padded[:num_rows] = given
         return padded
 
-    def start(self, what: str) -> Waitable:
-        """Start gathering; the parameter is valid after the wait."""
+    def start(self, when: str) -> Waitable | None:
+        """Start gathering; the parameter is valid after the wait, or at once on one rank."""
+        what = f"the {when} gather of {self.label}"
         for each in self._memory:
             alloc_storage(each)
         wrapped, inputs, metadata = self._encode()
@@ -182,6 +188,9 @@ class Codec:
             with torch.inference_mode(False), torch.no_grad(), as_itself(param):
                 wrapped.fsdp_post_all_gather(self._outputs, metadata, self._dtype, out=param)
 
+        if ranks.size == 1:
+            fill()
+            return None
         return Then(works, fill)
 
     def free(self) -> None:
@@ -246,20 +255,16 @@ class ExtendedValues(FullValues):
         super().__init__(codec.shard, buffer, codec.unversioned, buffer, is_kept=is_kept)
         self.params = ExtendedParams(codec, self.readers)
 
-    def set_small_group(self, group: SmallGroup | None) -> None:
-        """Ignore a small group: its gathers would need another encoding."""
+    def choose_source(self) -> None:
+        """Take the codec, which the class has told what to send."""
+        self.source = self.params.codec
+        self.params.codec.label = self.label
 
-    def _issue(self, streams: Streams | None, when: str) -> Waitable | None:
-        if self.is_sharded:
-            return super()._issue(streams, when)
-        self._start(when).wait()
-        return None
+    def keep_with(self, keep: object) -> None:
+        """Keep nothing of freed values: a gather of parts would need another encoding."""
 
-    def _start(self, when: str) -> Waitable:
-        return self.params.codec.start(f"the {when} gather of {self.label.text}")
-
-    def _forget(self, state: FullState = FREED) -> None:
-        super()._forget(state)
+    def _forget(self) -> None:
+        super()._forget()
         if not self.is_kept:
             self.params.codec.free()
 

@@ -17,23 +17,12 @@ and the next forward that finds `guard.num_writes` changed gathers the other ran
 The graph that a backward makes with create_graph reads full values too, and no hook shows when, as
 its nodes are no outputs. So the values stay until the shards are written, or until `reshard`: then
 reads raise. Values that stay only for a graph count as freed, and the next use gathers them.
-
-[Note: Small group]
-Between forward and backward a rank may keep more than its shard and less than everything: the shard
-group is divided into groups of consecutive ranks, and each group holds all values once. The
-backward gathers inside this small group of neighbouring ranks.
-
-[Note: Main and compute dtype]
-A unit may compute in another dtype than that of its shards, the main dtype. A gather then casts the
-shard straight into this rank's part of the unsharded buffer and goes on in place; a kept buffer has
-a local shard beside it. Where shards travel in a third dtype, or quantised, they do so through
-memory that is freed as soon as it has been cast into the unsharded buffer: the owner too computes
-with what the others receive. No value ever goes the other way.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -44,19 +33,17 @@ from torch import Tensor
 
 from composable_shard.comm import (
     DONE,
-    AllGather,
-    SmallGroup,
     Streams,
     Waitable,
     collectives,
     fail,
-    gather_in,
     trace,
 )
 from composable_shard.flat_param.entries import zero_padding
 from composable_shard.flat_param.initial_values import checksum
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.readers import GRAPH, WRITE, Readers
+from composable_shard.flat_param.sources import Source, choose_source
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.unsharded_params import UnshardedParams
 from composable_shard.tensor import UnitLabel
@@ -70,23 +57,21 @@ class FullState(Enum):
     GATHERING = "full values that a gather still writes"
     CURRENT = "full values, as they were gathered"
     STALE = "full values of shards that were written since"
-    PARTIAL = "no full values; this rank keeps its part for a small group"
     HOLDS_GRADIENTS = "gradients in the place of values, [Note: Packing in place]"
     IS_SCRATCH = "scratch memory of a reduction: what other ranks sent of gradients elsewhere"
 
     __hash__ = object.__hash__  # Enum's own is a slow Python function
 
 
-FREED, GATHERING, CURRENT, STALE, PARTIAL, HOLDS_GRADIENTS, IS_SCRATCH = FullState
+FREED, GATHERING, CURRENT, STALE, HOLDS_GRADIENTS, IS_SCRATCH = FullState
 HAVE_VALUES = CURRENT, STALE, GATHERING  # full values are there, or a gather still writes them
 _HOLD_NO_VALUES = FREED, HOLDS_GRADIENTS, IS_SCRATCH
 
 MOVES: dict[FullState, frozenset[FullState]] = {
     FREED: frozenset({GATHERING, IS_SCRATCH}),
     GATHERING: frozenset({CURRENT, FREED}),
-    CURRENT: frozenset({STALE, FREED, PARTIAL, HOLDS_GRADIENTS, IS_SCRATCH}),
+    CURRENT: frozenset({STALE, FREED, HOLDS_GRADIENTS, IS_SCRATCH}),
     STALE: frozenset({GATHERING, FREED, HOLDS_GRADIENTS, IS_SCRATCH}),
-    PARTIAL: frozenset({GATHERING, FREED, IS_SCRATCH}),
     HOLDS_GRADIENTS: frozenset({GATHERING, FREED}),
     IS_SCRATCH: frozenset({GATHERING, FREED}),
 }
@@ -111,12 +96,16 @@ class FullValues:
         is_cast: A gather casts the shards' values, [Note: Main and compute dtype].
         has_separate_shard: The local shard is never part of the buffer.
         is_whole: The local shard is the buffer, so that nothing needs to be filled.
-        small_group: The ranks that hold all values once between forward and backward, if any.
+        source: What fills the buffer; `choose_source` sets it.
+        keep: Makes `kept` of values that are freed between forward and backward; None: nothing.
+        kept: What fills the buffer the next time in place of `source`, if freed values left it.
         readers: Who may still read the values: claims by name, and kinds as bits. Between a
             unit's forward and its backward a plain step has none, from the second on: autograd's
             saved tensors are spared by the order of nodes, and by versions.
         params: The parameters that are views of the buffer.
     """
+
+    source: Source
 
     def __init__(
         self,
@@ -141,13 +130,11 @@ class FullValues:
         self.state = CURRENT if self.is_whole else FREED
         self.writes = -1
         self.readers = Readers()
-        self.small_group: SmallGroup | None = None
+        self.keep: Callable[[FullValues], Source] | None = None
+        self.kept: Source | None = None
         self.params = UnshardedParams(buffer, shard.layout, self.readers)
         self._written_back = -1  # guard.num_writes after the last writeback by hand
         self._gather: Waitable | None = None  # while GATHERING
-        self._all_gather: AllGather | None = None  # into `unversioned`; made by the first gather
-        # While PARTIAL: (padded_numel / small_group.size,), and guard.num_writes when it was filled
-        self._part: tuple[Tensor, int] | None = None
 
     def move(self, state: FullState) -> None:
         """Change the state by one of `MOVES`."""
@@ -159,8 +146,8 @@ class FullValues:
         self.state = state
 
     def take_over(self, other: FullValues) -> None:
-        """Take over name, readers and small group of the full values that these replace."""
-        self.label, self.small_group = other.label, other.small_group
+        """Take over name, readers and what is kept of the full values that these replace."""
+        self.label, self.keep = other.label, other.keep
         self.readers.follow(other.readers)
         self.params.follow(other.params)
 
@@ -182,9 +169,19 @@ class FullValues:
         has_current = self.state is CURRENT and (self.is_current or self.readers.bits & GRAPH)
         return self.is_whole or bool(has_current)
 
-    def set_small_group(self, group: SmallGroup | None) -> None:
-        """Set the group for which `free(keeps_part=True)` keeps a part, see [Note: Small group]."""
-        self.small_group = group
+    def choose_source(self) -> None:
+        """Choose how the shards fill the buffer, which has memory; issues nothing."""
+        self.source = choose_source(
+            self.shard,
+            self.unversioned,
+            self.own_part,
+            self.label,
+            has_separate_shard=self.has_separate_shard,
+        )
+
+    def keep_with(self, keep: Callable[[FullValues], Source] | None) -> None:
+        """Choose what makes `kept` of values that are freed between forward and backward."""
+        self.keep, self.kept = keep, None
 
     # Graphs of gradients
 
@@ -214,14 +211,17 @@ class FullValues:
             self.wait()
         if self.state is CURRENT:
             self.move(STALE)
-        if self.state is not FREED and self.state is not PARTIAL:
+        if self.state is not FREED:
             self.params.lock()
         if trace.logs:
             trace.record("issue_gather", self.label.name)
         try:
             self.move(GATHERING)
-            is_plain = streams is None and self.is_sharded
-            self._gather = self._start(when) if is_plain else self._issue(streams, when)
+            if streams is None or not self.is_sharded:
+                alloc_storage(self.buffer)
+                self._gather = (self.kept or self.source).start(when)
+            else:
+                self._gather = self._start_on_stream(streams, when)
         except BaseException:
             self._abandon(streams)
             raise
@@ -233,34 +233,14 @@ class FullValues:
         elif self.readers.bits & GRAPH:
             self.wait()
 
-    def _issue(self, streams: Streams | None, when: str) -> Waitable | None:
-        if streams is None or not self.is_sharded:  # the shard holds all values
-            self.shard.fill(self.own_part)
-            return None
+    def _start_on_stream(self, streams: Streams, when: str) -> Waitable:
         stream = streams.unshard_stream
         # The shard may just have been written by the optimizer, and the memory that the gather
         # gets may still be read by the last unit's compute: both are on the current stream.
         stream.wait_stream(torch.accelerator.current_stream())
         with stream:
-            return streams.point_after(stream, self._start(when))
-
-    def _start(self, when: str) -> Waitable:
-        shard, group = self.shard, self.shard.shard_group.group
-        numels, output = shard.layout.uneven_numels, self.unversioned
-        alloc_storage(self.buffer)
-        what = f"the {when} gather of {self.label.text}"
-        part, writes = self._part or (None, -1)
-        if part is not None and self.small_group and writes == shard.guard.num_writes:
-            group = self.small_group.group
-            return collectives.all_gather(output, part, group, what=what, is_of_step=True)
-        # [Note: Main and compute dtype]
-        if shard.wire_dtype != output.dtype:
-            sent = shard.on_device()
-            return gather_in(shard.wire_dtype, output, sent, group, numels, what=what)
-        sent = shard.fill(self.own_part) if self.has_separate_shard else shard.values
-        if self._all_gather is None:
-            self._all_gather = AllGather(output, sent, group, numels, name=self.label.text)
-        return self._all_gather.start(when)
+            alloc_storage(self.buffer)
+            return streams.point_after(stream, (self.kept or self.source).start(when) or DONE)
 
     def wait(self) -> None:
         """Make the current stream (on CPU: the caller) wait for the gather in flight, if any.
@@ -279,7 +259,7 @@ class FullValues:
                     fail(error, self.shard.shard_group.group)
                 raise
             self.move(CURRENT)
-            self._gather = self._part = None
+            self._gather = self.kept = None
             if trace.logs:
                 trace.record("wait_gather", self.label.name)
         writes = self.shard.guard.num_writes if self.is_whole else self.writes
@@ -307,22 +287,19 @@ class FullValues:
 
     def _give_up(self) -> None:
         """Free the values after an error or interrupt; no collective may write into the buffer."""
-        self._gather = self._part = None
+        self._gather = self.kept = None
         self._forget()
 
-    def free(self, *, keeps_part: bool = False) -> None:
+    def free(self, *, is_backward_next: bool = False) -> None:
         """Free the values, after waiting for a gather in flight; a kept buffer stays as it is.
 
         Gradients and terms of a reduction stay until `end_gradients`; values that a graph may read
-        stay too. With `keeps_part` this rank's part in the small group stays, if there is one.
+        stay too. Where `is_backward_next` a policy may keep some of them, in `kept`.
         """
-        part, writes = None, self.shard.guard.num_writes
-        if keeps_part and self.small_group and self.state is CURRENT and self.is_current:
-            whole = self.unversioned.chunk(self.small_group.size)
-            part = whole[self.small_group.rank].clone(), writes
-        self._part = None
-        if self.state is PARTIAL:  # first: it holds no values either
-            self.move(FREED)
+        kept = None
+        if is_backward_next and self.keep and self.state is CURRENT and self.is_current:
+            kept = self.keep(self)
+        self.kept = None
         if not self.is_sharded or self.state in _HOLD_NO_VALUES:
             return
         if self.state is GATHERING or self.readers.bits & GRAPH:
@@ -332,23 +309,23 @@ class FullValues:
                 self.wait()
         if self.is_kept:
             return
-        self._part = part
+        self.kept = kept
         if self.readers.bits & GRAPH:
             self.writes = -1
             return
-        self._forget(FREED if part is None else PARTIAL)
+        self._forget()
         if trace.logs:
             trace.record("free", self.label.name)
 
-    def _forget(self, state: FullState = FREED) -> None:
+    def _forget(self) -> None:
         """Free the memory, unless the buffer is a kept one."""
         self.writes = -1  # first, and `state` last: an interrupt in between leaves stale values
         self.params.is_locked = True  # `lock` inlined, to save a call in each step
         set_versions(self.params.watched, self.params.locked)
         if not self.is_kept:
             free_storage(self.buffer, refuses_reads=True)
-        if self.state is not state:
-            self.move(state)
+        if self.state is not FREED:
+            self.move(FREED)
 
     def expire(self) -> None:
         """Mark the values as stale: other ranks may have written their shards."""
@@ -398,7 +375,7 @@ class FullValues:
         if self.state is not HOLDS_GRADIENTS:
             self.move(HOLDS_GRADIENTS)
         self.writes = -1
-        self._part = None
+        self.kept = None
         self.params.is_locked = True
 
     def serve_as_scratch(self) -> None:
@@ -406,7 +383,7 @@ class FullValues:
         if self.state is not IS_SCRATCH:
             self.move(IS_SCRATCH)
         self.writes = -1
-        self._part = None
+        self.kept = None
         self.params.lock()
 
     def end_gradients(self) -> None:

@@ -1,11 +1,7 @@
 """`FlatReduction`: from a buffer of unsharded gradients to this rank's shard of their mean.
 
-[Note: Two stages]
-Gradients are averaged over all data-parallel ranks, whatever the strategy and the mesh. Where the
-flat parameter is sharded, a reduce-scatter leaves each rank the sum over its shard group; where
-shards have copies, an all-reduce of the shard adds the other copies' sums. The second stage needs
-only the shard, so the buffer is free for other use as soon as the first is done. It may be
-postponed: reduce-scattered shards then add up in `deferred` until a reduction with both stages.
+Gradients are averaged over all data-parallel ranks, whatever the strategy and the mesh. Where ranks
+hold copies of a shard, their sums are added up in a second stage, `two_stages`.
 """
 
 from __future__ import annotations
@@ -17,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import (
+    CommHook,
     PendingReduction,
     ReduceScatter,
     ReductionStage,
     ShardGroup,
     StageKey,
-    StreamPoint,
     Streams,
     Then,
     Waitable,
@@ -68,9 +64,10 @@ class ScratchPool:
 
 
 class FlatReduction:
-    """The reduction of one flat gradient, see [Note: Two stages].
+    """The reduction of one flat gradient, over the ranks that share the flat parameter.
 
     Attributes:
+        has_second_stage: Whether ranks hold copies of the shard, [Note: Two stages].
         shard_group: The ranks that share the flat parameter, and the ranks that hold copies.
         label: Label of the unit, for messages.
         settings: The unit's, for the divisor and the comm hook. [Note: Comm hooks]
@@ -79,8 +76,10 @@ class FlatReduction:
         own_numel: Elements of this rank's shard.
         nbytes: Of the buffers that it reduces.
         output: Shape `(shard_numel,)`: output of the reduction in flight; None without one.
-        deferred: Shape `(shard_numel,)`, reduce-scattered; the second stage is postponed.
+        deferred: Shape `(shard_numel,)`, reduce-scattered; a second stage is postponed.
     """
+
+    has_second_stage = False
 
     def __init__(self, shard_group: ShardGroup, layout: FlatLayout) -> None:
         self.main_dtype = self.output_dtype = torch.get_default_dtype()
@@ -91,17 +90,14 @@ class FlatReduction:
         self.nbytes = 0
         self.label = UnitLabel("?")
         self.settings = UnitSettings()
-        self._keys = [StageKey() for _ in (None, *shard_group.replicate_groups)]
+        self._key = StageKey()
         self.deferred: Tensor | None = None
-        self._reduce_scatter: ReduceScatter | None = None  # where there is a first stage
-        self._scatter: PendingReduction | None = None  # the first stage, in flight
-        self._all_reduce: Waitable | None = None  # the second stage, in flight
+        self._reduce_scatter: ReduceScatter | None = None  # where several ranks share
+        self._scatter: PendingReduction | None = None  # in flight
         self.output: Tensor | None = None
-        self._scale = 1.0  # of the output, without a first stage
-        self._is_deferred = False
-        # On a side stream: the points at which the buffer is free and the result complete, and the
-        # stream with the memory that it reads until then.
-        self._buffer_read: StreamPoint | None = None
+        self._scale = 1.0  # of the output, where no reduce-scatter has scaled it
+        # On a side stream: the point at which the result is complete, and the stream with the
+        # memory that it reads until then.
         self._done: Waitable | None = None
         self._read: tuple[torch.Stream, Tensor | None, Tensor | None] | None = None
 
@@ -110,12 +106,12 @@ class FlatReduction:
     ) -> None:
         """Prepare for buffers of this dtype and device, which need not be the mesh's.
 
-        The second stage travels in the dtype of the first. If the main dtype is narrower than the
+        A second stage travels in the dtype of the first. If the main dtype is narrower than the
         reduce dtype, only the result is rounded to it, once.
         """
         group, self.main_dtype = self.shard_group, main_dtype
         self.nbytes = self._layout.padded_numel * reduce_dtype.itemsize
-        is_wider = not group.replicate_groups and reduce_dtype != main_dtype
+        is_wider = not self.has_second_stage and reduce_dtype != main_dtype
         self.output_dtype = (
             torch.promote_types(reduce_dtype, main_dtype) if is_wider else reduce_dtype
         )
@@ -128,11 +124,9 @@ class FlatReduction:
     def group(self) -> dist.ProcessGroup | None:
         """The group of its first collective; None for a comm hook, or a sum over several groups."""
         ranks = self.shard_group
-        if self.settings.comm_hook is not None:
+        if self.settings.comm_hook is not None or ranks.size == 1:
             return None
-        if ranks.size > 1:
-            return ranks.reduce_group or ranks.group
-        return ranks.replicate_groups[0] if len(ranks.replicate_groups) == 1 else None
+        return ranks.reduce_group or ranks.group
 
     def scratch_parts(self, *, in_place: bool) -> int:
         """Return the collectives' scratch memory beside a buffer, in shards, as `ReduceScatter`.
@@ -164,10 +158,9 @@ class FlatReduction:
             output: Shape `(shard_numel,)`, where the result goes: this rank's part of `buffer`, or
                 memory of the main dtype. None for new memory.
             prescale: Factor by which the gradients were multiplied already.
-            is_deferred: Whether to postpone the second stage.
+            is_deferred: Whether to postpone the second stage, if there is one.
         """
         scale = 1.0 / (self.settings.gradient_divide_factor or self._num_ranks) / prescale
-        self._is_deferred = is_deferred
         if streams is None:
             self.output = self._issue(buffer, scratch, scale, output)
             return
@@ -182,19 +175,16 @@ class FlatReduction:
         self.output = output
 
     def _end_on_stream(self, stream: torch.Stream, output: Tensor) -> None:
-        """Let a side stream do all that comes after the first stage was issued."""
-        scattered = self._end_first_stage()
-        if self.shard_group.replicate_groups:
-            self._buffer_read = StreamPoint(stream)
-        if scattered is not None:
-            self._begin_second_stage(scattered)
-        self._end(output)
+        """Let a side stream do all that comes after the first collective was issued."""
+        self._end_scatter()
+        if self._scale != 1.0:
+            output.mul_(self._scale)
 
     def _issue(
         self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None
     ) -> Tensor:
-        group = self.shard_group
-        if self.settings.comm_hook is not None:
+        group, hook = self.shard_group, self.settings.comm_hook
+        if hook is not None:
             # The padding was not packed, but a hook may quantise it with its neighbours.
             for start, end in self._layout.padding_ranges():
                 buffer[start:end].zero_()
@@ -202,116 +192,69 @@ class FlatReduction:
             output = buffer.new_empty(self.own_numel, dtype=self.output_dtype)
         if group.size > 1:
             self._scale = 1.0
-            self._scatter = self._issue_scatter(output, buffer, scratch, scale)
-        elif group.replicate_groups:
-            self._scale = scale
-            self._issue_all_reduce(output)
+            if hook is None:
+                assert self._reduce_scatter is not None
+                unit = self.label.text
+                self._scatter = self._reduce_scatter.start(
+                    output, buffer, scratch, scale, unit=unit
+                )
+            else:
+                self._scatter = self._scatter_by_hook(*hook, output, buffer, scale)
         else:
             self._scale = scale
-            output.copy_(buffer)  # no other rank has gradients
+            self._issue_whole(output, buffer)
         return output
 
-    def _issue_scatter(
-        self, output: Tensor, buffer: Tensor, scratch: Tensor | None, scale: float
+    def _issue_whole(self, output: Tensor, buffer: Tensor) -> None:
+        """Reduce what one rank of each shard group holds all of; no other rank has gradients."""
+        output.copy_(buffer)
+
+    def _scatter_by_hook(
+        self, hook: CommHook, state: object, output: Tensor, buffer: Tensor, scale: float
     ) -> PendingReduction:
-        if self.settings.comm_hook is None:
-            assert self._reduce_scatter is not None
-            return self._reduce_scatter.start(output, buffer, scratch, scale, unit=self.label.text)
-        group, key = self.shard_group.reduce_group or self.shard_group.group, self._keys[0]
+        group, key = self.shard_group.reduce_group or self.shard_group.group, self._key
         numels = self._layout.uneven_numels
         stage = ReductionStage(
             "reduce_scatter", buffer, output, group, scale, key, numels, self.label.text
         )
-        work = call_hook(*self.settings.comm_hook, stage)
+        work = call_hook(hook, state, stage)
         return PendingReduction(work, stage.output, stage.gradient, None, stage.scale)
 
-    def _issue_all_reduce(self, output: Tensor) -> None:
-        groups = list(zip(self.shard_group.replicate_groups, self._keys[1:], strict=True))
-        *earlier, last = groups
-        for each in earlier:
-            self._start_all_reduce(output, *each).wait()
-        self._all_reduce = self._start_all_reduce(output, *last)
-
-    def _start_all_reduce(
-        self, output: Tensor, group: dist.ProcessGroup, key: StageKey
-    ) -> Waitable:
-        if self.settings.comm_hook is None:
-            what = f"the reduction of {self.label.text}"
-            return collectives.all_reduce(output, group, what=what)
-        stage = ReductionStage(
-            "all_reduce", output, output, group, self._scale, key, unit=self.label.text
-        )
-        return call_hook(*self.settings.comm_hook, stage)
-
-    def advance(self) -> None:
-        """Wait until the buffer is free; start the second stage, if any.
-
-        Without a first stage the buffer is needed until `finish`. On a side stream the second stage
-        has been started.
-        """
-        if self._buffer_read is not None:
-            self._buffer_read.wait()
-            self._buffer_read = None
-            return
-        output = self._end_first_stage()
-        if output is not None and self.shard_group.replicate_groups:
-            self._begin_second_stage(output)
-
-    def _end_first_stage(self) -> Tensor | None:
+    def _end_scatter(self) -> Tensor | None:
         if self._scatter is None:
             return None
         output = self._scatter.finish()
         self._scatter = None  # last: an interrupted one is abandoned before memory is freed
         return output
 
-    def _begin_second_stage(self, output: Tensor) -> None:
-        if self._is_deferred or not self.shard_group.replicate_groups:
-            return
-        if self.deferred is not None:
-            output.add_(self.deferred)
-            self.deferred = None
-        self._issue_all_reduce(output)
-
-    def _end(self, output: Tensor) -> None:
-        if self._all_reduce is not None:
-            self._all_reduce.wait()
-            self._all_reduce = None
-        if self._scale != 1.0:
-            output.mul_(self._scale)
+    def advance(self) -> None:
+        """Wait until the buffer is free; without a second stage the result is complete then."""
+        self._end_scatter()
 
     def finish(self) -> Tensor | None:
-        """Wait for all stages; return the result, or None if the second was postponed."""
+        """Wait; return the result, or None if a second stage was postponed."""
         output, self.output = self.output, None
         if output is None:
             return None
-        if self._done is None and self._scatter and not self.shard_group.replicate_groups:
-            self._end_first_stage()  # the only stage
-        elif self._done is None:
-            self.advance()
-            self._end(output)
-        else:
+        if self._done is not None:
             # After this wait the current stream may reuse the buffers.
             self._done.wait()
-            self._done = self._buffer_read = self._read = None
-        if not self._is_deferred:
-            return output
-        # Accumulate in the main dtype, whatever dtype travelled.
-        output = output.to(self.main_dtype)
-        self.deferred = output if self.deferred is None else self.deferred.add_(output)
-        return None
+            self._done = self._read = None
+        elif self._scatter is not None:
+            self._end_scatter()
+        elif self._scale != 1.0:
+            output.mul_(self._scale)
+        return output
 
     def drop(self) -> None:
         """Forget reductions in flight or postponed, once the backend no longer uses the buffers."""
         if self._scatter is not None:
             self._scatter.abandon()
-        if self._all_reduce is not None:
-            collectives.abandon(self._all_reduce)
-        self._scatter = self._all_reduce = None
-        group = self.shard_group
-        for each in (*(group.group,) * (group.size > 1), *group.replicate_groups):
-            collectives.wait_for_interrupted(each)  # an interrupt may have lost a collective
+        self._scatter = None
+        if self.shard_group.size > 1:  # an interrupt may have lost a collective
+            collectives.wait_for_interrupted(self.shard_group.group)
         if self._read is not None:
             # The stream may read buffers that are about to be reused.
             torch.accelerator.current_stream().wait_stream(self._read[0])
-        self._done = self._buffer_read = self._read = None
+        self._done = self._read = None
         self.output = self.deferred = None

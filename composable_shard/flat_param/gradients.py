@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import add, or_
 
 import torch
 from torch import Tensor, is_grad_enabled, mul
 
-from composable_shard.comm import ShardGroup, Streams, trace
+from composable_shard.comm import Streams, trace
+from composable_shard.flat_param.form import Cutter
 from composable_shard.flat_param.full_values import (
     CURRENT,
     GATHERING,
@@ -27,7 +29,6 @@ from composable_shard.flat_param.grad_pieces import (
     write_gradient,
 )
 from composable_shard.flat_param.gradient_reduction import FlatReduction, ScratchPool
-from composable_shard.flat_param.host_gradient import HostGradient
 from composable_shard.flat_param.readers import BACKWARD, HIDDEN_ALIAS, LATE_GRAPH
 from composable_shard.flat_param.round import IN_OWN, IN_VALUES, NONE, REDUCING, Round
 from composable_shard.flat_param.shown import ShownParams
@@ -75,28 +76,26 @@ class FlatGradients:
         packing: How gradients are packed; None without buffers for them.
         layout: The parameters' layout, in which frozen ones may have no elements.
         pieces: Cuts the reduced shard into the parameters' gradients.
-        host: Host memory for offloaded gradients; None if they are not offloaded.
     """
 
     def __init__(
         self,
         layout: FlatLayout,
-        shard_group: ShardGroup,
+        reduction: FlatReduction,
         shown: ShownParams,
         *,
         is_persistent: bool,
     ) -> None:
         self._shown = shown
         self._full: FullValues | None = None  # its buffer may be used too; None before `bind`
-        self.reduction = FlatReduction(shard_group, layout)
+        self.reduction = reduction
         self.is_persistent = is_persistent
         self.layout = layout
-        self.pieces = GradPieces(layout, shard_group.rank)
+        self.pieces = GradPieces(layout, reduction.shard_group.rank)
         self.arrived, self.was_used = ([False] * len(layout.numels) for _ in range(2))
         self.reduced: Tensor | None = None
         self.is_unsynced = self.is_direct = self.has_graph = False
         self.marks: list[tuple[FlatShard, list[int]]] = []
-        self.host: HostGradient | None = None
         self._own = OwnBuffer()
         self.views: list[Tensor] | None = None
         self.packing: Packing | None = None
@@ -119,11 +118,7 @@ class FlatGradients:
         self._own = OwnBuffer()  # the old one may hold pending gradients; don't reuse it
         self._forget()
         group, self._full = self.reduction.shard_group, full
-        values, main_dtype, copies = full.unversioned, full.shard.values.dtype, full.shard.copies
-        self.host = None
-        if copies is not None:
-            numel = self.reduction.own_numel
-            self.host = HostGradient(numel, main_dtype, copies, is_pinned=is_pinned)
+        values, main_dtype = full.unversioned, full.shard.values.dtype
         self._own.result = values.new_empty(0, dtype=main_dtype)
         self.reduction.bind(reduce_dtype, main_dtype, values.device)
         is_whole, is_cast = self.layout == full.shard.layout, reduce_dtype != values.dtype
@@ -219,7 +214,7 @@ class FlatGradients:
         assert full is not None
         assert packing is not None
         self.has_graph = self.has_graph or gradient.requires_grad
-        if self.views is None:
+        if self.views is None and (self.is_persistent or self.reduction.output is not None):
             self._begin_round()
         # Dropped at once, so that a unit never holds its gradients twice. Not before: where the
         # round can't begin, for the last one's reduction has failed, `.grad` still holds it.
@@ -239,7 +234,7 @@ class FlatGradients:
                 and packing.may_share
                 and not full.is_kept
                 and (full.state is CURRENT or full.state is STALE)
-                and not (full.readers.claims or full.readers.bits)
+                and full.readers.may_overwrite
             )
         view = self.views[index]  # type: ignore[index]
         if self.arrived[index]:
@@ -289,15 +284,13 @@ class FlatGradients:
                 params.check_overwritten(expected)
 
     def _begin_round(self) -> None:
-        """Finish earlier uses of the memory that a new round writes into."""
+        """Finish earlier uses of the memory that a new round writes into, if there are any."""
         if self.reduction.output is not None:
             self.finish()
         if self.is_persistent:
             params = [each.sharded for each in self._shown.at_rest]
             if self._own.is_lost(params):
                 self._make_own(torch.empty_like(self._own.buffer))
-            if self.host is not None:
-                self.host.reuse_sources()
 
     def _choose_place(self, *, in_place: bool) -> None:
         if self.is_persistent and self.reduced is not None:
@@ -325,7 +318,7 @@ class FlatGradients:
         scratch: ScratchPool,
         *,
         keep_unsharded: bool,
-        is_deferred: bool,
+        is_deferred: bool = False,
     ) -> None:
         """Start reducing the packed gradients, with gradients kept by earlier microbatches.
 
@@ -401,7 +394,7 @@ class FlatGradients:
         """
         if self.reduction.output is None:
             return
-        if not self.reduction.shard_group.replicate_groups:
+        if not self.reduction.has_second_stage:
             self.finish()
         else:
             try:
@@ -418,10 +411,7 @@ class FlatGradients:
             self._full.end_gradients()
 
     def finish(self) -> None:
-        """Wait for the reduction in flight, if any, free the buffers, add to `reduced`.
-
-        Offloaded gradients are copied to the host while the backward goes on.
-        """
+        """Wait for the reduction in flight, if any, free the buffers, add to `reduced`."""
         if self.reduction.output is None:
             return
         # Free the buffers after the wait, which ends the reads of them, but also if it fails: the
@@ -439,9 +429,6 @@ class FlatGradients:
                 output = output.to(self.reduction.main_dtype)
         if output is not None:
             self.reduced = output if self.reduced is None else self.reduced.add_(output)
-        if self.host is not None and self.reduced is not None:
-            self.host.receive(self.reduced, [each.sharded for each in self._shown.at_rest])
-            self.reduced = None
 
     def publish(self, used: list[bool]) -> None:
         """Set, or add to, `.grad` of the parameters that any rank used; forget `reduced`.
@@ -458,12 +445,8 @@ class FlatGradients:
         if self.reduction.deferred is not None:
             self.was_used = used  # until the postponed all-reduce
             return
-        form, pieces = shown.form, None
-        cutter = form.cutter or self.pieces
-        if self.host is not None:
-            pieces = self.host.pieces_of(form.at_rest, cutter.split)
-        elif self.reduced is not None:
-            pieces = cutter.split(self.reduced)
+        form = shown.form
+        pieces = self._cut(form.cutter or self.pieces)
         # Forgotten when nothing can fail any more but a `.grad` that is no shard.
         self.reduced = None
         self.was_used = [False] * len(self.was_used)
@@ -472,11 +455,13 @@ class FlatGradients:
             self.has_graph = False
             refuse_graphs([each.sharded for each in form.at_rest], used)
 
+    def _cut(self, cutter: Cutter) -> Sequence[Tensor] | None:
+        """Return the reduced gradients of the parameters at rest; None if none came."""
+        return None if self.reduced is None else cutter.split(self.reduced)
+
     def drop(self) -> None:
         """Forget all unpublished gradients, also those in flight, after an error."""
         self._forget()
-        if self.host is not None:
-            self.host.drop()
         self.is_unsynced = self.has_graph = False
         drop_unpacked(self)
 
@@ -505,11 +490,10 @@ def drop_unpacked(grads: FlatGradients) -> None:
 
 def in_layout(layout: FlatLayout, grads: FlatGradients) -> FlatGradients:
     """Return an object for another layout with the users' settings; `bind` moves what waits."""
-    other = FlatGradients(
-        layout, grads.reduction.shard_group, grads._shown, is_persistent=grads.is_persistent
-    )
-    other.reduction.label = grads.reduction.label
+    before = grads.reduction
+    reduction = type(before)(before.shard_group, layout)
+    reduction.label, reduction.settings = before.label, before.settings
+    other = type(grads)(layout, reduction, grads._shown, is_persistent=grads.is_persistent)
     other.marks, other.has_graph = grads.marks, grads.has_graph
     other.is_unsynced = grads.is_unsynced
-    other.reduction.settings = grads.reduction.settings
     return other

@@ -17,7 +17,7 @@ from composable_shard.comm import Streams, enter_setting
 from composable_shard.flat_param.entries import ParamEntry, zero_gaps
 from composable_shard.flat_param.form import OriginalForm
 from composable_shard.flat_param.full_values import HOLDS_GRADIENTS, IS_SCRATCH, STALE, FullValues
-from composable_shard.flat_param.gradients import FlatGradients, in_layout
+from composable_shard.flat_param.gradients import in_layout
 from composable_shard.flat_param.initial_values import InitialValues
 from composable_shard.flat_param.memory import MemoryPlan
 from composable_shard.flat_param.param_classes import copy_unsharded
@@ -126,7 +126,9 @@ class FlatParamHandle:
         self.guard = WriteGuard(weakref.ref(self))
         self.shown = ShownParams(self.entries, form, self.guard)
         is_persistent = facts.keeps_gradients(group.size, group.num_ranks)
-        self.grads = FlatGradients(self.layout, group, self.shown, is_persistent=is_persistent)
+        self.grads = self.memory.make_gradients(
+            self.layout, self.shown, is_persistent=is_persistent
+        )
         self.initial = InitialValues(self.guard)
         step_hooks.keep_for(self, has_owned=self.has_owned)
         self.is_attached = False
@@ -170,7 +172,7 @@ class FlatParamHandle:
         """Return a line for each parameter with all that the ranks must agree on."""
         group = self.shard_group
         # Replicas are about to get the first copy's values, and only owners write their parameters.
-        is_split = group.size > 1 and not (group.replicate_groups or self.layout.owners)
+        is_split = group.size > 1 and group.num_replicas == 1 and not self.layout.owners
         if is_split and self.guard.num_writes:
             options += ", written since it was sharded or copied, which all ranks must do"
         lines = []
@@ -209,7 +211,7 @@ class FlatParamHandle:
             "has_fixed_owners": self.has_fixed_owners,
             "entries": [(entry.sharded, entry.slots) for entry in self.entries],
             "parts": (
-                self.full.small_group,
+                self.full.keep,
                 self.shown.home,
                 self.shown.number,
                 self.shown.form,
@@ -225,7 +227,7 @@ class FlatParamHandle:
         return twin
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        small_group, home, number, form = state.pop("parts")
+        keep, home, number, form = state.pop("parts")
         self.__dict__.update(state)
         self.entries = [
             # The parameter's own spec: optimizers compare specs by identity first.
@@ -238,7 +240,7 @@ class FlatParamHandle:
         with torch.inference_mode(False), torch.no_grad():
             self.rebuild_shard()
         self.full.label = self.grads.reduction.label = self.label
-        self.full.set_small_group(small_group)
+        self.full.keep_with(keep)
 
     # The parameters, kept in step with the buffers
 
@@ -271,6 +273,7 @@ class FlatParamHandle:
         full.free()
         alloc_storage(full.buffer)  # views of a storage without memory can't be made
         full.params.build(self.entries)
+        full.choose_source()
         self.shown.index_slots()
         if not self.is_kept:
             # Before the gradients' own buffer is made, so that this call never holds both.

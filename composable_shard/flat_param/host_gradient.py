@@ -1,4 +1,4 @@
-"""`HostGradient`: the offloaded gradients of a flat parameter."""
+"""`OffloadedGradients`: gradients of a flat parameter whose `.grad`s are on the host."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from composable_shard.comm import (
     alloc_host,
 )
 from composable_shard.flat_param.entries import ParamEntry
+from composable_shard.flat_param.form import Cutter
+from composable_shard.flat_param.full_values import FullValues
+from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import storage_of, storage_uses_of
 
@@ -125,3 +128,50 @@ class HostGradient:
         """Forget this backward's gradients after an error, once no copy writes to the memory."""
         self._incoming, self._further = None, []
         self.wait()
+
+
+class OffloadedGradients(FlatGradients):
+    """Gradients that are packed and reduced on the device, and go to the host as they are reduced.
+
+    Attributes:
+        host: Host memory for them; None before `bind`.
+    """
+
+    host: HostGradient | None = None
+
+    def bind(
+        self,
+        full: FullValues,
+        reduce_dtype: torch.dtype,
+        *,
+        is_pinned: bool,
+        before: FlatGradients,
+    ) -> None:
+        """Replace the own buffer, and the memory on the host; see `FlatGradients`."""
+        shard = full.shard
+        assert shard.copies is not None
+        numel, dtype = self.reduction.own_numel, shard.values.dtype
+        self.host = HostGradient(numel, dtype, shard.copies, is_pinned=is_pinned)
+        super().bind(full, reduce_dtype, is_pinned=is_pinned, before=before)
+
+    def _begin_round(self) -> None:
+        super()._begin_round()
+        if self.is_persistent and self.host is not None:
+            self.host.reuse_sources()
+
+    def finish(self) -> None:
+        """Wait for the reduction in flight, if any; start copying its result to the host."""
+        super().finish()
+        if self.reduced is not None and self.host is not None:
+            self.host.receive(self.reduced, [each.sharded for each in self._shown.at_rest])
+            self.reduced = None
+
+    def _cut(self, cutter: Cutter) -> Sequence[Tensor] | None:
+        assert self.host is not None
+        return self.host.pieces_of(self._shown.at_rest, cutter.split)
+
+    def drop(self) -> None:
+        """Forget all unpublished gradients, also those in flight or copied, after an error."""
+        super().drop()
+        if self.host is not None:
+            self.host.drop()

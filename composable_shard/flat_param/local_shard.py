@@ -129,12 +129,11 @@ class LocalShard:
             shard.copy_(full[start:end])
 
     def copy_to_replicas(self) -> None:
-        """Broadcast the first copy of the shard to the others: one broadcast for each group."""
-        if not self.shard_group.replicate_groups:
+        """Give all copies of the shard the values of the first: one broadcast for each group."""
+        if self.shard_group.num_replicas == 1:
             return
         sent = self.to_device(self.values)
-        for group in self.shard_group.replicate_groups:
-            collectives.broadcast(sent, 0, group).wait()
+        self.shard_group.copy_to_replicas(sent)
         if sent is not self.values:
             self.guard.wait_for_reads()
             self.values.copy_(sent)

@@ -12,9 +12,13 @@ from composable_shard.comm import HOST, QUANTISED, ShardGroup, alloc_host, copie
 from composable_shard.flat_param.entries import ParamEntry, zero_gaps
 from composable_shard.flat_param.extended_gathers import Codec, ExtendedValues
 from composable_shard.flat_param.full_values import FullValues
+from composable_shard.flat_param.gradients import FlatGradients
+from composable_shard.flat_param.host_gradient import OffloadedGradients
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.precision import Precision
+from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.storage import free_storage
+from composable_shard.flat_param.two_stages import make_reduction
 from composable_shard.layout import FlatLayout
 from composable_shard.options import OffloadPolicy
 from composable_shard.tensor import WriteGuard
@@ -53,6 +57,14 @@ class MemoryPlan(NamedTuple):
         """Whether host memory is pinned. Only what is offloaded has host memory."""
         is_pinned = self.offload.is_active and self.offload.pin_memory
         return is_pinned and self.shard_group.device.type != HOST.type
+
+    def make_gradients(
+        self, layout: FlatLayout, shown: ShownParams, *, is_persistent: bool
+    ) -> FlatGradients:
+        """Return a handle's gradients, which go to the host where they are offloaded."""
+        kind = OffloadedGradients if self.offload.is_active else FlatGradients
+        reduction = make_reduction(self.shard_group, layout)
+        return kind(layout, reduction, shown, is_persistent=is_persistent)
 
     def check(self, shown: Sequence[ParamEntry], name: str) -> None:
         """Check that a shard can have the dtype and be on the device of its parameters."""

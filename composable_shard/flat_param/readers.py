@@ -1,9 +1,9 @@
 """`Readers`: who may still read the full values of one flat parameter.
 
 The ledger answers three questions. May the unit's modules show the shards again: only without
-`claims`. May the memory of the values be freed: neither with claims nor with a kind that keeps it
-(`KEEP_MEMORY`). May a gradient take the place of a value, [Note: Packing in place]: only while
-nobody is entered. Whoever is about to read enters before, and leaves as the rule of its kind says.
+`claims`. May the memory of the values be freed: `may_free`. May a gradient take the place of a
+value, [Note: Packing in place]: `may_overwrite`. Whoever is about to read enters before, and leaves
+as the rule of its kind says.
 
 Not entered is what nobody could enter, or take out, at the right moment; whoever packs a gradient
 asks for it instead (`runtime/backward.py`, `_pack`): hooks of users on modules, because a dict of
@@ -84,7 +84,7 @@ RULES: dict[int, Rule] = {
     ),
 }
 
-KEEP_MEMORY = sum(kind for kind, rule in RULES.items() if rule.keeps_memory)
+_KEEP_MEMORY = sum(kind for kind, rule in RULES.items() if rule.keeps_memory)
 _ENDS = {
     event: sum(kind for kind, rule in RULES.items() if event in rule.ends_with)
     for event in (WRITE, RESHARD, BACKWARD, CONVERSION)
@@ -105,6 +105,16 @@ class Readers:
     def __init__(self) -> None:
         self.claims: set[tuple[int, object]] = set()
         self.bits = 0
+
+    @property
+    def may_free(self) -> bool:
+        """Whether the values' memory may be freed: no reader keeps it."""
+        return not (self.claims or self.bits & _KEEP_MEMORY)
+
+    @property
+    def may_overwrite(self) -> bool:
+        """Whether a gradient may take the place of a value: nobody is entered."""
+        return not (self.claims or self.bits)
 
     def add(self, kind: int) -> None:
         """Enter a kind that is no claim."""

@@ -112,9 +112,7 @@ def _reduce_all(handles: list[tuple[ShardState, FlatParamHandle]]) -> list[FlatP
 def _reduce(state: ShardState, handle: FlatParamHandle, used: list[bool]) -> None:
     assert state.context is not None
     grads = handle.grads
-    grads.issue(
-        state.context.streams, state.context.scratch, keep_unsharded=True, is_deferred=False
-    )
+    grads.issue(state.context.streams, state.context.scratch, keep_unsharded=True)
     grads.advance()
     grads.finish()
     grads.publish(used)

@@ -56,6 +56,22 @@ class UnitSettings:
         hook, _ = self.comm_hook
         return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
+    def changed(self) -> dict[str, object]:
+        """Return what setters have changed, by name, for the ranks to compare.
+
+        Left out are what the ranks compare anyway and what units are called, which the tree knows.
+        """
+        return {
+            "comm_hook": self.hook_name,
+            "gradient_divide_factor": self.gradient_divide_factor,
+            "keeps_after_backward": not self.reshard_after_backward,
+            "no_gradient_sync": not self.requires_gradient_sync,
+            "no_all_reduce": not self.requires_all_reduce,
+            "is_not_last_backward": not self.is_last_backward,
+            "no_unshard_in_backward": not self.unshard_in_backward,
+            "no_gathers_at_rest": not self.gathers_at_rest,
+        }
+
     def of_copy(self) -> UnitSettings:
         """Return the settings of a copy: without a hook, and without units of the original."""
         return replace(self, comm_hook=None, forward_prefetch=None, backward_prefetch=None)

@@ -77,20 +77,12 @@ def describe_options(state: ShardState, settings: UnitSettings) -> str:
         f"in unit '{state.name}' strategy={state.options.strategy.name} "
         f"reshard_after_forward={settings.reshard_after_forward}{state.options.describe()}"
     )
-    changed: dict[str, object] = {
-        "comm_hook": settings.hook_name,
-        "gradient_divide_factor": settings.gradient_divide_factor,
-        "keeps_after_backward": not settings.reshard_after_backward,
+    changed: dict[str, object] = settings.changed() | {
         "changed_registration": [
             handle.name
             for handle in state.handles
             if handle.shown.form.has_names is not FORMS[state.options.form].has_names
         ],
-        "no_gradient_sync": not settings.requires_gradient_sync,
-        "no_all_reduce": not settings.requires_all_reduce,
-        "is_not_last_backward": not settings.is_last_backward,
-        "no_unshard_in_backward": not settings.unshard_in_backward,
-        "no_gathers_at_rest": not settings.gathers_at_rest,
         "forward_prefetch": _names_of(state, settings.forward_prefetch),
         "backward_prefetch": _names_of(state, settings.backward_prefetch),
     }

@@ -23,7 +23,7 @@ from typing import ClassVar
 from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import FlagReduction
-from composable_shard.flat_param import HIDDEN_ALIAS, KEEP_MEMORY
+from composable_shard.flat_param import HIDDEN_ALIAS
 from composable_shard.runtime.phases import Phase
 from composable_shard.runtime.reduction_queue import Ending, Item, Order, ReductionQueue
 from composable_shard.runtime.stage import DELIVERED, EARLY, FINAL
@@ -77,8 +77,7 @@ class EarlyHooks(Order):
         graphs = queue.context.graphs
         if (
             state.ref in graphs.may_recompute
-            or bool(full.readers.claims)
-            or full.readers.bits & KEEP_MEMORY
+            or not full.readers.may_free
             or current_backward_id() != graphs.last_backward_id
             or (full.is_kept and not full.is_cast and full.readers.bits & HIDDEN_ALIAS)
         ):

@@ -18,9 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 
-from composable_shard.comm import ShardGroup, SmallGroup
 from composable_shard.flat_param import FlatParamHandle, FullState, Shown
-from composable_shard.options import ReshardAfterForward
 from composable_shard.runtime.open_graphs import Region, alive
 from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
@@ -197,12 +195,12 @@ def release_handle(handle: FlatParamHandle, *, is_backward_next: bool = False) -
 
     Values that gradients have overwritten, or whose memory a reduction uses, are not freed here.
 
-    With `is_backward_next` the part stays that the policy keeps for a backward, if any.
+    Where `is_backward_next` the policy may keep some of them.
     """
     if handle.full.readers.claims:
         return
     handle.shown.show_sharded()
-    handle.full.free(keeps_part=is_backward_next)
+    handle.full.free(is_backward_next=is_backward_next)
 
 
 def release_after_backward(handle: FlatParamHandle) -> None:
@@ -230,26 +228,6 @@ def return_to_idle(context: TreeContext) -> None:
             # Of each handle: writes are refused until then, also where the unit's end has freed the
             # values and nothing is left to release.
             handle.guard.set_in_backward(False)
-            is_freed = handle.full.state is FullState.FREED
+            is_freed = handle.full.state is FullState.FREED and handle.full.kept is None
             if handle.shown.state is not Shown.SHARDED or not is_freed:
                 release_after_backward(handle)
-
-
-def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:
-    """Set `reshard_after_forward` to a checked value, from the unit's next forward on.
-
-    A number creates a process group the first time: call it on all ranks with the same value. Does
-    nothing for units whose strategy keeps parameters unsharded.
-    """
-    if not state.options.strategy.facts.frees_params:
-        return
-    state.change(reshard_after_forward=value)
-    for handle in state.handles:
-        handle.full.set_small_group(make_small_group(handle.shard_group, value))
-
-
-def make_small_group(shard_group: ShardGroup, value: ReshardAfterForward) -> SmallGroup | None:
-    """Make the group of n neighbouring ranks for a checked number n; None for other values."""
-    if value is None or isinstance(value, bool):
-        return None
-    return SmallGroup.of(shard_group, value)

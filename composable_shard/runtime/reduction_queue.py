@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from weakref import proxy
 
 from composable_shard.comm import FlagReduction, Proposal, ShardGroup, trace
-from composable_shard.flat_param import KEEP_MEMORY, FlatParamHandle, Round, run_gradient_hooks
+from composable_shard.flat_param import FlatParamHandle, Round, run_gradient_hooks
 from composable_shard.runtime.gathers import release_after_backward
 from composable_shard.runtime.phases import Phase
 from composable_shard.runtime.stage import EARLY, ISSUED, OPEN, READY
@@ -85,9 +85,8 @@ class Item:
     @property
     def keeps_values(self) -> bool:
         """Whether the full values are still needed after the unit's end."""
-        full, settings = self.handle.full, self.handle.settings
-        is_read = bool(full.readers.claims) or bool(full.readers.bits & KEEP_MEMORY)
-        return is_read or not settings.reshard_after_backward
+        handle = self.handle
+        return not (handle.settings.reshard_after_backward and handle.full.readers.may_free)
 
     def count(self, index: int) -> bool:
         """Count the gradient of a parameter; return whether that was the last one to come.

@@ -26,6 +26,9 @@ class UnitLabel:
     def __reduce__(self) -> tuple[Any, ...]:
         return UnitLabel, (self.name, self.number)
 
+    def __str__(self) -> str:
+        return self.text
+
     def rename(self, name: str) -> None:
         """Take another name."""
         self.name = name

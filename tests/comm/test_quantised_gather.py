@@ -24,9 +24,9 @@ from composable_shard import (
     unshard_params,
     writeback,
 )
-from composable_shard.comm import devices, hooks
-from composable_shard.comm.hooks import BLOCK_NUMEL, decode, encode, encoded_nbytes, round_trip
+from composable_shard.comm import devices, wire
 from composable_shard.comm.trace import count_collectives
+from composable_shard.comm.wire import BLOCK_NUMEL, decode, encode, encoded_nbytes, round_trip
 from tests.harness.assertions import assert_equal
 from tests.harness.memory import peak_bytes
 from tests.harness.ranks import distributed
@@ -469,7 +469,7 @@ def test_error_while_packing_or_unpacking_leaves_the_next_step_right(
         losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-    function = getattr(hooks, name)
+    function = getattr(wire, name)
     for k in range(1, 4):
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -486,7 +486,7 @@ def test_error_while_packing_or_unpacking_leaves_the_next_step_right(
             function(*args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hooks, name, fail)
+            patch.setattr(wire, name, fail)
             with pytest.raises(torch.OutOfMemoryError, match="planned"):
                 loss_of(model, 1).backward()
         optimizer.zero_grad()

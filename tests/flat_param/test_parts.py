@@ -14,7 +14,7 @@ from composable_shard.flat_param import FullState, Precision
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.form import OriginalForm
 from composable_shard.flat_param.full_values import MOVES, FullValues
-from composable_shard.flat_param.gradient_reduction import ScratchPool
+from composable_shard.flat_param.gradient_reduction import FlatReduction, ScratchPool
 from composable_shard.flat_param.gradients import FlatGradients
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.memory import MemoryPlan
@@ -51,6 +51,8 @@ def _full(
     )
     _, full = plan.allocate(layout, WriteGuard(), torch.float32, CPU)
     full.label = UnitLabel("block")
+    if size == 1:
+        full.choose_source()
     return full
 
 
@@ -282,7 +284,8 @@ def test_a_rank_alone_publishes_what_it_packed() -> None:
     module = nn.Linear(3, 2)
     full, shown = _alone(module)
     full.params.build(shown.entries)
-    grads = FlatGradients(full.shard.layout, _shard_group(), shown, is_persistent=False)
+    reduction = FlatReduction(_shard_group(), full.shard.layout)
+    grads = FlatGradients(full.shard.layout, reduction, shown, is_persistent=False)
     grads.bind(full, torch.float32, is_pinned=False, before=grads)
     expected: list[Tensor] = []
     for index, entry in enumerate(shown.entries):

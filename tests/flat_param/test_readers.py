@@ -18,7 +18,6 @@ from composable_shard.flat_param.readers import (
     GRAPH,
     HELD,
     HIDDEN_ALIAS,
-    KEEP_MEMORY,
     LATE_GRAPH,
     NESTED,
     RESHARD,
@@ -82,8 +81,18 @@ def test_new_full_parameters_keep_who_reads_by_name_or_again_and_again() -> None
 def test_kinds_are_bits_of_their_own() -> None:
     """So one test of an int asks for several."""
     assert sorted(RULES) == [1 << index for index in range(len(RULES))]
-    assert KEEP_MEMORY & GRAPH
-    assert not KEEP_MEMORY & (LATE_GRAPH | HIDDEN_ALIAS | NESTED)
+
+
+@pytest.mark.parametrize("kind", [0, *RULES])
+def test_the_ledger_answers_what_may_be_done_with_the_values(kind: int) -> None:
+    """Their memory goes unless a rule keeps it; a gradient overwrites what nobody may read."""
+    readers = Readers()
+    if kind in (FORWARD, HELD):
+        readers.claims.add((kind, "a unit"))
+    elif kind:
+        readers.add(kind)
+    assert readers.may_free == (not kind or not RULES[kind].keeps_memory)
+    assert readers.may_overwrite == (not kind)
 
 
 def _enter(handle: FlatParamHandle, kind: int) -> None:

@@ -55,9 +55,9 @@ FEATURES = {
     "buckets": r"(\w+_)?buckets?(_\w+)?|Buckets",
     "early hooks": r"(\w+_)?early(_hooks)?|EarlyHooks",
     "agreed order": r"(is_)?agreed|reduction_order|ReductionOrder|AgreedOrder|propose",
-    "small group": r"(\w+_)?small_group|SmallGroup|keeps_part|PARTIAL",
+    "small group": r"(\w+_)?small_group|SmallGroup|KeptPart",
     "second stage": r"(copy_to_)?replicate(_group)?s|(\w+_)?second_stage|is_deferred|\.deferred|"
-    r"(\w+_)?requires_all_reduce",
+    r"(\w+_)?requires_all_reduce|TwoStageReduction",
     "launches": r"_?Launch\w*|MAX_LAUNCH_NBYTES|launch(es|ed)?|launched_\w+",
 }
 
@@ -67,11 +67,11 @@ READING_PATH: dict[str, set[str]] = {
     "construct/forming.py": {"flat form", "buckets", "small group"},
     "construct/build.py": set(),
     "layout/flat_layout.py": set(),
-    "flat_param/handle.py": {"pending gradients", "small group", "second stage"},
+    "flat_param/handle.py": {"pending gradients"},
     "runtime/unit.py": set(),
     "runtime/forward.py": set(),
-    "runtime/gathers.py": {"small group"},
-    "flat_param/full_values.py": {"small group"},
+    "runtime/gathers.py": set(),
+    "flat_param/full_values.py": set(),
     "comm/algorithms.py": set(),
     "flat_param/shown.py": {"scopes", "early hooks"},
     "flat_param/form.py": set(),
@@ -86,22 +86,22 @@ READING_PATH: dict[str, set[str]] = {
 # What a reader of the plain path need not know.
 OPTION_MODULES = frozenset(
     {
-        *("comm.hooks", "comm.host_group", "construct.split_by_hand"),
+        *("comm.hooks", "comm.host_group", "comm.wire", "construct.split_by_hand"),
         *("flat_param.extended_gathers", "flat_param.flat_form", "flat_param.host_gradient"),
         *("flat_param.kept_classes", "flat_param.owners", "flat_param.pending_gradients"),
         *("flat_param.precision", "flat_param.scope_params", "flat_param.scopes"),
-        *("flat_param.user_hooks", "layout.buckets", "layout.ownership"),
+        *("flat_param.two_stages", "flat_param.user_hooks", "layout.buckets"),
+        "layout.ownership",
         *("runtime.bucket_windows", "runtime.buffer_broadcast", "runtime.casts"),
         *("runtime.early_hooks", "runtime.late_outputs", "runtime.meta_buffers"),
-        *("runtime.postponed", "runtime.reduction_order"),
+        *("runtime.postponed", "runtime.reduction_order", "runtime.reshard_policy"),
     }
 )
 
 # Which of them each file of the reading path still imports; as with the words, no further one.
 IMPORTED_OPTIONS: dict[str, set[str]] = {
+    "construct/forming.py": {"runtime.reshard_policy"},
     "flat_param/handle.py": {"flat_param.user_hooks"},
-    "flat_param/full_values.py": {"comm.hooks"},
-    "flat_param/gradients.py": {"flat_param.host_gradient"},
     "runtime/reduction_queue.py": {"flat_param.user_hooks"},
     "flat_param/gradient_reduction.py": {"comm.hooks"},
 }

@@ -25,9 +25,11 @@ from composable_shard import (
     set_reshard_after_forward,
     set_unshard_in_backward,
 )
+from composable_shard.comm import SmallGroup
 from composable_shard.comm.trace import count_collectives, trace_events
-from composable_shard.flat_param import LOCKED, FullState
+from composable_shard.flat_param import LOCKED
 from composable_shard.options import UnitSettings
+from composable_shard.runtime.reshard_policy import KeptPart
 from tests.harness.assertions import assert_equal
 from tests.harness.ranks import distributed
 from tests.programs.models import (
@@ -67,18 +69,19 @@ def test_backward_gathers_over_the_small_group() -> None:
     handles = get_handles(model)
     for handle in handles:
         assert handle.unsharded.untyped_storage().size() == 0
-        assert handle.full._part is not None
-        assert handle.full._part[0].numel() == handle.layout.padded_numel // 2
+        assert isinstance(handle.full.kept, KeptPart)
+        assert handle.full.kept.part.numel() == handle.layout.padded_numel // 2
+    small = SmallGroup.of(handles[0].shard_group, 2)
     backward = collectives_of(loss.backward)
     names = [
         {event.name for event in log.events if event.kind == "all_gather"}
         for log in (forward, backward)
     ]
     assert names[0] == {handles[0].shard_group.name}
-    assert names[1] == {handles[0].full.small_group.group.group_name}
+    assert names[1] == {small.group.group_name}
     assert backward.count("all_gather") == forward.count("all_gather") == NUM_UNITS
     assert_at_rest(model)
-    assert not any(handle.full.state is FullState.PARTIAL for handle in handles)
+    assert all(handle.full.kept is None for handle in handles)
 
 
 @distributed(4)
@@ -87,9 +90,9 @@ def test_no_part_is_kept_where_no_backward_follows() -> None:
     model = make_net(reshard_after_forward=2)
     with torch.no_grad():
         before = loss_of(model)
-    assert not any(handle.full.state is FullState.PARTIAL for handle in get_handles(model))
+    assert all(handle.full.kept is None for handle in get_handles(model))
     loss = loss_of(model)
-    assert all(handle.full.state is FullState.PARTIAL for handle in get_handles(model))
+    assert all(handle.full.kept is not None for handle in get_handles(model))
     del loss
     with torch.no_grad():
         for param in model.parameters():
