@@ -338,6 +338,17 @@ def _train_on_a_block(run: Run, factor: float | None) -> None:
 
 
 @difference()
+def _gradient_of_an_activation(run: Run) -> None:
+    """The backward accumulates no gradient of a parameter."""
+    outputs: list[Tensor] = []
+    hook = run.model.blocks[0].register_forward_hook(lambda *call: outputs.append(call[2]))
+    loss = run.loss()
+    hook.remove()
+    torch.autograd.grad(loss, outputs)
+    run.update()
+
+
+@difference()
 def _loss_of_a_block(run: Run) -> None:
     """The backward passes over the units behind it."""
     _train_on_a_block(run, None)

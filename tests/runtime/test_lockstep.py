@@ -43,6 +43,11 @@ from tests.harness.workers import GROUP_TIMEOUT_S
         ("columns_of_others", "SHARD_OPTIM", ["'blocks.0.weight'", "'blocks.1.weight'"]),
         ("dot_for_rows", "FULL_SHARD", ["aten.dot", "aten.linalg_vector_norm"]),
         ("loss_of_a_block", "FULL_SHARD/alone", ["backward gather of unit 'blocks.2'"]),
+        (
+            "gradient_of_an_activation",
+            "SHARD_GRAD_OP",
+            ["reduction of unit", "flags"],
+        ),
         ("divide_factor", "NO_SHARD", ["set_gradient_divide_factor(7.0) of unit 'Chain'"]),
         ("frozen_unit", "FULL_SHARD", ["unit 'blocks.1' set to [False, False]"]),
         ("save_checkpoint", "FULL_SHARD", ["save_checkpoint()"]),
@@ -69,6 +74,7 @@ def test_order_names_both_sides(
         *(("loss_of_a_block", each) for each in ("FULL_SHARD/kept", "SHARD_GRAD_OP/alone")),
         *(("loss_of_a_block", each) for each in ("SHARD_OPTIM/alone", "NO_SHARD/alone")),
         ("loss_of_a_block_and_zero", "FULL_SHARD/alone"),
+        *(("gradient_of_an_activation", each) for each in ("SHARD_OPTIM", "NO_SHARD")),
     ],
 )
 @distributed(2)
