@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
         # without a field.
         for item in value.values():
             yield from iter_tensors(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
         for item in value:
             yield from iter_tensors(item)
     else:
@@ -41,7 +42,7 @@ def _attributes(value: Any) -> list[str]:
         names = [entry.name for entry in dataclasses.fields(value)]
         return [name for name in names if hasattr(value, name)]
     # One level of attributes is what users write.
-    kinds = (Tensor, Mapping, list, tuple)
+    kinds = (Tensor, Mapping, list, tuple, deque)
     return [
         name for name, item in getattr(value, "__dict__", {}).items() if isinstance(item, kinds)
     ]
@@ -60,7 +61,7 @@ def map_tensors(
     if isinstance(value, Tensor):
         return fn(value)
     mapped = partial(map_tensors, fn=fn, looks_into_objects=looks_into_objects)
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
         return _map_sequence(value, mapped)
     if isinstance(value, Mapping):
         items = list(value.items())
@@ -87,9 +88,10 @@ def _map_sequence(value: Any, mapped: Callable[[Any], Any]) -> Any:
     items = [mapped(item) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
-    if isinstance(value, list):
-        twin = _copied(value)
-        twin[:] = items
+    if isinstance(value, (list, deque)):
+        twin = _copied(value)  # a deque's with its limit
+        twin.clear()
+        twin.extend(items)
         return twin
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 

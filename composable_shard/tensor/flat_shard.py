@@ -275,6 +275,12 @@ class FlatShard(RowCheckpointable):
             f"dtype={self.dtype}, elements [{start}, {end}) of {spec.numel}, local={self._local})"
         )
 
+    def __format__(self, format_spec: str) -> str:
+        """Format a number, as in `f"{param[0, 0]:.3f}"`, a collective; else describe the part."""
+        if format_spec and self.dim() == 0:
+            return format(self.item(), format_spec)
+        return object.__format__(self, format_spec)  # torch's, for what isn't a number
+
     #: `requires_grad` of torch itself, which costs no call of Python's.
     is_trainable = Tensor.requires_grad
     #: `grad` of torch itself, without what subclasses do; faster than its getter as a function.

@@ -31,6 +31,7 @@ SHORT = (
 )
 LONG = (
     "checkpoints background --model micro --rounds 1",
+    "checkpoints background --model micro --rounds 1 --peers ours",
     "full_params hand_over --model micro --rounds 1",
     "full_params unshard --model micro --rounds 1",
     "optimizers step --model micro --rounds 1 --names AdamW",

@@ -661,6 +661,7 @@ PROGRAMS |= {
     "numbers of Python": lambda p: (
         float(p["a.weight"][0, 0]),
         p["a.weight"][1, 2].item(),
+        float(f"{p['a.weight'][1, 2]:.3f}"),
         len(p["a.weight"]),
         [float(x) for x in p["gain"]],
         max(p["gain"]),

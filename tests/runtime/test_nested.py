@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, deque, namedtuple
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -64,6 +64,8 @@ def _make_nested(kind: str) -> Any:
         "read-only mapping": MappingProxyType({"a": _ones()}),
         "set": {_ones()},
         "frozen set": frozenset([_ones()]),
+        "deque": deque([_ones(), "text"]),
+        "object with a deque": SimpleNamespace(a=deque([_ones()])),
         "deep": [({"a": _Plain((_ones(), [_ones()]))}, None), SimpleNamespace(a=[_ones()])],
     }
     return made[kind]
@@ -86,6 +88,8 @@ KINDS = [
     "read-only mapping",
     "set",
     "frozen set",
+    "deque",
+    "object with a deque",
     "deep",
 ]
 
@@ -120,6 +124,13 @@ def test_tensors_come_in_order() -> None:
     tensors = [torch.tensor(index) for index in range(5)]
     value = {"b": tensors[0], "a": [tensors[1], (tensors[2],)], "c": _Frozen(tensors[3:])}
     assert [tensor.item() for tensor in iter_tensors(value)] == [0, 1, 2, 3, 4]
+
+
+def test_a_deque_keeps_its_limit() -> None:
+    """What the caller appends later pushes out the oldest, as in the model's own."""
+    value = deque([_ones(), _ones()], maxlen=2)
+    mapped = map_tensors(value, torch.neg)
+    assert (mapped.maxlen, len(value), mapped[0].sum()) == (2, 2, -2.0)
 
 
 def test_other_items_survive_a_map() -> None:

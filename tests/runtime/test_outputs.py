@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -50,6 +51,7 @@ STATES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "dict": (lambda mean: {"mean": mean}, lambda state: state["mean"]),
     "dict of its own": (_named, lambda state: state["mean"]),
     "list": (lambda mean: [mean], lambda state: state[0]),
+    "deque": (lambda mean: deque([mean], maxlen=1), lambda state: state[0]),
     "list in a tuple": (lambda mean: _Pair([mean], 1), lambda state: state.mean[0]),
     "dict in a list": (lambda mean: [{"mean": mean}], lambda state: state[0]["mean"]),
     "dataclass": (_FrozenInput, lambda state: state.mean),
@@ -150,6 +152,31 @@ def test_object_that_refuses_a_copy_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"can't copy the _Uncopied .* there is one of these"):
         model(rank_input(2, 5))
     assert model.state.mean.dtype == F32
+
+
+class _Losses(nn.Module):
+    """Returns nothing but a queue of losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> deque[Tensor]:
+        hidden = self.body(x).tanh()
+        return deque([hidden.square().mean(), self.head(hidden).square().mean()])
+
+
+@claims.strategies
+@distributed(1, 2)
+def test_losses_in_a_deque_train(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """The backward of what is in it gathers the units."""
+    claims.assert_right(
+        _Losses,
+        lambda model, number: sum(model(rank_input(4, 6, step=number, dtype=F64))).backward(),
+        shard=_shard_body_and_net,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
 
 
 # --- the model's own parts ---
