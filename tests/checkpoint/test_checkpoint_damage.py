@@ -378,7 +378,7 @@ def test_which_checkpoint_is_found(tmp_path: Path) -> None:
     text: Any = "seven"
     seven: Any = torch.tensor(7) if is_first else 7
     assert load_checkpoint(tmp_path, model, step=seven).path == paths[1]
-    with pytest.raises(ValueError, match="expected step to be an int, .*, got 'seven'"):
+    with pytest.raises(ValueError, match=r"expected step to be an int, .*, got 'seven'"):
         load_checkpoint(tmp_path, model, step=text)
     with pytest.raises(ValueError, match=r"different values of step: \[7, \"'seven'\"\]"):
         load_checkpoint(tmp_path, model, step=7 if is_first else text)
