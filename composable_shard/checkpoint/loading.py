@@ -146,10 +146,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     """
     check_path_order(model, path, "load_checkpoint(path, model, optimizer)")
     group = quiet_group()
-    with suppress(TypeError):
-        step = None if step is None else operator.index(step)  # also of numpy or a tensor
-    known = step if step is None or isinstance(step, int) else repr(step)
-    group.join({"step": known, "strict": bool(strict)}, _check_arguments)
+    step = _compare_arguments(group, step, strict=strict)
     optimizers, schedulers = as_dict(optimizer), as_dict(scheduler)
     reader = _open(group, model, optimizers, step, (path, rename))
     with group.agreed():
@@ -199,11 +196,20 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     return _told(loaded, reader, {"optimizer": optimizers, **given})
 
 
-def _check_arguments(told: Messages) -> None:
-    arguments = [each for each, _ in told]
-    check_same(arguments, "step", "strict")
-    if isinstance(step := arguments[0]["step"], str):
-        raise ValueError(f"expected step to be an int, the number of steps taken, got {step}")
+def _compare_arguments(group: HostGroup, step: int | None, *, strict: bool) -> int | None:
+    """Check that all ranks pass the same arguments; return the step, also numpy's, as an int."""
+
+    def check(told: Messages) -> None:
+        arguments = [each for each, _ in told]
+        check_same(arguments, "step", "strict")
+        if isinstance(text := arguments[0]["step"], str):
+            raise ValueError(f"expected step to be an int, the number of steps taken, got {text}")
+
+    with suppress(TypeError):
+        step = None if step is None else operator.index(step)
+    known = step if step is None or isinstance(step, int) else repr(step)
+    group.join({"step": known, "strict": bool(strict)}, check)
+    return step
 
 
 def _told(
