@@ -173,7 +173,7 @@ class Packing:
     num_terms: int
 
 
-class OwnBuffer:
+class GradientMemory:
     """Memory for gradients that are not packed in place, and for persistent results.
 
     Attributes:
