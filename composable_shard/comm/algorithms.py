@@ -196,7 +196,7 @@ class AllGather:
         real, algorithm = as_real(output), _choose_gather(group, output.device, numels)
         parts = () if algorithm is GatherAlgorithm else cut_in_parts(real, group, numels)
         self._algorithm = algorithm(real, parts, as_real(shard), group)
-        self._exchange = make_exchange(group, self._order, output.device)
+        self._exchange_identity = make_exchange(group, self._order, output.device)
 
     def start(self, when: str = "", *, is_rare: bool = False) -> Waitable:
         """Start gathering; wait before the output is read or the shard is written.
@@ -216,8 +216,8 @@ class AllGather:
         if len(order.issued) > MAX_ISSUED:
             order.fold()
         order.issued.append(identity)
-        if self._exchange is not None and (is_rare or order.is_checked):
-            self._exchange(is_rare)
+        if self._exchange_identity is not None and (is_rare or order.is_checked):
+            self._exchange_identity(is_rare)
         return self._algorithm.start()
 
 
@@ -364,7 +364,7 @@ class ReduceScatter:
         self._order = order_of(group)
         self._identities: dict[tuple[str, int], int] = {}
         self._algorithm = _choose_sum(group, dtype, device, numels)(group, device, numels)
-        self._exchange = make_exchange(group, self._order, device)
+        self._exchange_identity = make_exchange(group, self._order, device)
 
     def scratch_parts(self, *, in_place: bool) -> int:
         """Return the scratch memory for the ranks' terms, in shards.
@@ -413,6 +413,6 @@ class ReduceScatter:
         if len(order.issued) > MAX_ISSUED:
             order.fold()
         order.issued.append(identity)
-        if self._exchange is not None and order.is_checked:
-            self._exchange(False)
+        if self._exchange_identity is not None and order.is_checked:
+            self._exchange_identity(False)
         return self._algorithm.start(output, input, scratch, scale)

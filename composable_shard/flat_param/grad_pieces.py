@@ -171,7 +171,7 @@ class Packing(NamedTuple):
     num_terms: int
 
 
-class OwnBuffer:
+class GradientMemory:
     """Memory for gradients that are not packed in place, and for persistent results.
 
     Attributes:

@@ -18,8 +18,8 @@ from composable_shard.flat_param.full_values import (
     FullValues,
 )
 from composable_shard.flat_param.grad_pieces import (
+    GradientMemory,
     GradPieces,
-    OwnBuffer,
     Packing,
     check_has_place,
     copy_arrived,
@@ -30,7 +30,7 @@ from composable_shard.flat_param.grad_pieces import (
 )
 from composable_shard.flat_param.gradient_reduction import FlatReduction, ScratchPool
 from composable_shard.flat_param.readers import BACKWARD, HIDDEN_ALIAS, LATE_GRAPH
-from composable_shard.flat_param.round import IN_OWN, IN_VALUES, NONE, REDUCING, Round
+from composable_shard.flat_param.round import IN_BUFFER, IN_VALUES, NONE, REDUCING, Round
 from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.layout import FlatLayout
@@ -47,9 +47,9 @@ class FlatGradients:
     - as autograd produces one: full size, in autograd's memory, as `.grad` of the full parameter;
       a hook of the parameter packs it at once and sets `.grad` to None;
     - packed, times `packing.scale`: in the place of its value in `full.buffer` (`IN_VALUES`,
-      [Note: Packing in place] of grad_pieces.py). In `_own.buffer` (`IN_OWN`) where dtypes differ
-      or a value may still be read: in the first backward nobody knows all readers, nor in one of a
-      forward with a new number of nodes;
+      [Note: Packing in place] of grad_pieces.py). In `_memory.buffer` (`IN_BUFFER`) where dtypes
+      differ or a value may still be read: in the first backward nobody knows all readers, nor in
+      one of a forward with a new number of nodes;
     - from `issue` on: there still, read by the reduction, which writes `reduction.output`, this
       rank's part; the other one of the two buffers may be its scratch memory;
     - after `advance` or `finish`: `reduced`, the same part; both buffers are freed;
@@ -96,7 +96,7 @@ class FlatGradients:
         self.reduced: Tensor | None = None
         self.is_unsynced = self.is_direct = self.has_graph = False
         self.marks: list[tuple[FlatShard, list[int]]] = []
-        self._own = OwnBuffer()
+        self._memory = GradientMemory()
         self.views: list[Tensor] | None = None
         self.packing: Packing | None = None
 
@@ -108,25 +108,25 @@ class FlatGradients:
         is_pinned: bool,
         before: FlatGradients,
     ) -> None:
-        """Replace the own buffer and its views; drop reductions in flight, cast waiting gradients.
+        """Replace the gradients' memory; drop reductions in flight, cast waiting gradients.
 
         Waiting gradients come from `before`: this object, or the object of another layout.
         """
         views, arrived, was_used = before.views, before.arrived, before.was_used
         layouts, old = (before.layout, self.layout), before.packing
         shards = before.reduction.deferred, before.reduced
-        self._own = OwnBuffer()  # the old one may hold pending gradients; don't reuse it
+        self._memory = GradientMemory()  # the old one may hold pending gradients; don't reuse it
         self._forget()
         group, self._full = self.reduction.shard_group, full
         values, main_dtype = full.unversioned, full.shard.values.dtype
-        self._own.result = values.new_empty(0, dtype=main_dtype)
+        self._memory.result = values.new_empty(0, dtype=main_dtype)
         self.reduction.bind(reduce_dtype, main_dtype, values.device)
         is_whole, is_cast = self.layout == full.shard.layout, reduce_dtype != values.dtype
         # Casting after packing gives the same values if the reduce dtype is wider. Parameters that
         # their class encodes are bytes, in which no gradient has a place.
         is_wider = torch.promote_types(values.dtype, reduce_dtype) == reduce_dtype
         may_share = is_whole and (not is_cast or (values.is_floating_point() and is_wider))
-        self._make_own(values.new_empty(self.layout.padded_numel, dtype=reduce_dtype))
+        self._make_memory(values.new_empty(self.layout.padded_numel, dtype=reduce_dtype))
         scale, factor = packing_scale(group, reduce_dtype, is_cast=is_cast)
         self.packing = Packing(
             full.params.views,
@@ -140,25 +140,25 @@ class FlatGradients:
         )
         self.was_used = was_used
         self.reduction.deferred, self.reduced = (
-            each if each is None else move_shard(each, *layouts, group.rank).to(self._own.result)
+            each if each is None else move_shard(each, *layouts, group.rank).to(self._memory.result)
             for each in shards
         )
         if views is not None and old is not None:
-            alloc_storage(self._own.buffer)
-            self.views = self._own.make_views(self._shown.entries, self.layout)
+            alloc_storage(self._memory.buffer)
+            self.views = self._memory.make_views(self._shown.entries, self.layout)
             self.arrived = arrived
             copy_arrived(self.views, views, arrived, scale / old.scale)
 
-    def _make_own(self, buffer: Tensor) -> None:
+    def _make_memory(self, buffer: Tensor) -> None:
         ends_in_place = self.is_persistent and self.reduction.output_dtype == buffer.dtype
         part = self.layout.shard_range(self.reduction.shard_group.rank) if ends_in_place else None
-        self._own.replace(buffer, part)
+        self._memory.replace(buffer, part)
         free_storage(buffer)
 
     def release(self) -> None:
         """Free the buffers, as all parameters are frozen; published gradients stay."""
         self._forget()
-        self._own, self._full, self.packing = OwnBuffer(), None, None
+        self._memory, self._full, self.packing = GradientMemory(), None, None
 
     @property
     def used(self) -> list[bool]:
@@ -177,7 +177,7 @@ class FlatGradients:
         if self.views is None:
             return NONE
         packing = self.packing
-        return IN_VALUES if packing is not None and self.views is packing.places else IN_OWN
+        return IN_VALUES if packing is not None and self.views is packing.places else IN_BUFFER
 
     @property
     def waits_for_reduction(self) -> bool:
@@ -289,8 +289,8 @@ class FlatGradients:
             self.finish()
         if self.is_persistent:
             params = [each.sharded for each in self._shown.at_rest]
-            if self._own.is_lost(params):
-                self._make_own(torch.empty_like(self._own.buffer))
+            if self._memory.is_lost(params):
+                self._make_memory(torch.empty_like(self._memory.buffer))
 
     def _choose_place(self, *, in_place: bool) -> None:
         if self.is_persistent and self.reduced is not None:
@@ -301,16 +301,16 @@ class FlatGradients:
             self._full.params.aliases.overwritten = self.arrived
             self.views = self.packing.places
         else:
-            alloc_storage(self._own.buffer)
-            own, entries = self._own, self._shown.entries
+            alloc_storage(self._memory.buffer)
+            own, entries = self._memory, self._shown.entries
             self.views = own.views or own.make_views(entries, self.layout)
 
     def move_out(self) -> None:
-        """Move gradients packed in place to the own buffer: the values are needed again."""
+        """Move gradients packed in place to the gradients' memory: the values are needed again."""
         packing = self.packing
         if packing is not None and self.views is packing.places:
             self._choose_place(in_place=False)
-            copy_arrived(self._own.views, packing.places, self.arrived, 1.0)
+            copy_arrived(self._memory.views, packing.places, self.arrived, 1.0)
 
     def issue(
         self,
@@ -345,11 +345,11 @@ class FlatGradients:
             trace.record("issue_reduce", self.reduction.label.name)
         if self.views is packing.places and packing.is_cast:
             self._widen(full)
-        output, numel = self._own.part, self.reduction.own_numel
+        output, numel = self._memory.part, self.reduction.own_numel
         if output is None and self.is_persistent:
-            output = self._own.result_of(numel)
+            output = self._memory.result_of(numel)
         self.reduction.start(
-            full.unversioned if self.views is packing.places else self._own.buffer,
+            full.unversioned if self.views is packing.places else self._memory.buffer,
             self._take_scratch(
                 full, packing, scratch, may_share=not (full.is_kept or keep_unsharded)
             ),
@@ -361,11 +361,11 @@ class FlatGradients:
         self.end_round()
 
     def _widen(self, full: FullValues) -> None:
-        """Cast gradients packed in place into the own buffer, and free the values' memory."""
-        alloc_storage(self._own.buffer)
-        self._own.buffer.copy_(full.unversioned)
+        """Cast gradients packed in place into their own memory; free that of the values."""
+        alloc_storage(self._memory.buffer)
+        self._memory.buffer.copy_(full.unversioned)
         full.end_gradients()
-        self.views = self._own.views  # no longer the places of the values
+        self.views = self._memory.views  # no longer the places of the values
 
     def _take_scratch(
         self, full: FullValues, packing: Packing, pool: ScratchPool, *, may_share: bool
@@ -373,7 +373,7 @@ class FlatGradients:
         """Return scratch memory: the buffer that does not hold the gradients, or new memory."""
         if packing.num_terms == 0 or self.reduction.settings.comm_hook:
             return None
-        numel, own = packing.num_terms * self.reduction.own_numel, self._own.buffer
+        numel, own = packing.num_terms * self.reduction.own_numel, self._memory.buffer
         if self.is_persistent:
             return pool.take(numel, own)
         is_in_place = self.views is packing.places
@@ -406,7 +406,7 @@ class FlatGradients:
     def free_buffers(self) -> None:
         """Free the buffers; persistent ones stay."""
         if not self.is_persistent:
-            free_storage(self._own.buffer)
+            free_storage(self._memory.buffer)
         if self._full is not None:
             self._full.end_gradients()
 
@@ -424,7 +424,7 @@ class FlatGradients:
             trace.record("wait_reduce", self.reduction.label.name)
         if output is not None and output.dtype != self.reduction.main_dtype:
             if self.is_persistent:
-                output = self._own.result_of(self.reduction.own_numel).copy_(output)
+                output = self._memory.result_of(self.reduction.own_numel).copy_(output)
             else:
                 output = output.to(self.reduction.main_dtype)
         if output is not None:

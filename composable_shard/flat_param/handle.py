@@ -276,7 +276,7 @@ class FlatParamHandle:
         full.choose_source()
         self.shown.index_slots()
         if not self.is_kept:
-            # Before the gradients' own buffer is made, so that this call never holds both.
+            # Before the gradients' memory is made, so that this call never holds both.
             free_storage(full.buffer)
         # Weak: the leaf holds its hooks where the garbage collector cannot see them, and the
         # handle holds the leaf; one strong reference would leak the unit for ever.

@@ -147,7 +147,7 @@ class OffloadedGradients(FlatGradients):
         is_pinned: bool,
         before: FlatGradients,
     ) -> None:
-        """Replace the own buffer, and the memory on the host; see `FlatGradients`."""
+        """Replace the gradients' memory, and that on the host; see `FlatGradients`."""
         shard = full.shard
         assert shard.copies is not None
         numel, dtype = self.reduction.own_numel, shard.values.dtype

@@ -470,7 +470,7 @@ def test_dtype_of_everything(strategy: ShardingStrategy) -> None:
     for handle in get_handles(model):
         assert handle.local_shard.dtype == F32
         assert handle.unsharded.dtype == BF16
-        assert handle.grads._own.buffer.dtype == F16
+        assert handle.grads._memory.buffer.dtype == F16
         for entry in handle.entries:
             assert entry.sharded.dtype == entry.sharded.grad.dtype == F32
         assert {view.dtype for view in handle.full.params.views} == {BF16}

@@ -214,7 +214,7 @@ def _assert_same_lists(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 def _device_addresses(handle: FlatParamHandle) -> set[int]:
     """Return the addresses of device storages of a handle."""
-    found = [handle.unsharded, handle.grads._own.buffer, handle.grads._own.result]
+    found = [handle.unsharded, handle.grads._memory.buffer, handle.grads._memory.result]
     found += [] if handle.shard.device_copy is None else [handle.shard.device_copy]
     storages = [tensor.untyped_storage() for tensor in found]
     return {each.data_ptr() for each in storages if each.nbytes()}
@@ -465,7 +465,9 @@ def _device_nbytes(model: nn.Module) -> int:
     held = [h.unsharded for h in handles] + [
         h.shard.device_copy for h in handles if h.shard.device_copy is not None
     ]
-    held += [t for h in get_handles(model) for t in (h.grads._own.buffer, h.grads._own.result)]
+    held += [
+        t for h in get_handles(model) for t in (h.grads._memory.buffer, h.grads._memory.result)
+    ]
     return sum(tensor.untyped_storage().size() for tensor in held)
 
 

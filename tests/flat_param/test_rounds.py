@@ -18,7 +18,7 @@ from tests.harness.ranks import distributed
 
 pytestmark = pytest.mark.fast
 
-NONE, IN_OWN, IN_VALUES, REDUCING = Round
+NONE, IN_BUFFER, IN_VALUES, REDUCING = Round
 Move = tuple[Round, Round]
 X = torch.ones(2, 4)
 

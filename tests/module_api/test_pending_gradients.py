@@ -378,7 +378,7 @@ def test_c7_pending_gradients_are_shown_reduced_and_dropped(
             assert get_pending_gradients(model) == {}
             if strategy is FULL_SHARD:
                 assert not any(
-                    h.grads._own.buffer.untyped_storage().size() for h in get_handles(model)
+                    h.grads._memory.buffer.untyped_storage().size() for h in get_handles(model)
                 )
         _run_microbatch(model, 3 * step + 2)
 

@@ -168,7 +168,7 @@ def _snapshot_of_scope(model: nn.Module) -> list[Any]:
         (
             handle.unsharded.untyped_storage().size(),
             handle.local_shard.untyped_storage().data_ptr(),
-            handle.grads._own.buffer.untyped_storage().size(),
+            handle.grads._memory.buffer.untyped_storage().size(),
             handle.shown.is_unsharded,
             handle.shown.form.has_names,
             handle.shown.scope is not None,

@@ -269,7 +269,9 @@ def _check_stored(
     assert _stored(params) == plan.cost.param_nbytes, case
     _backward(model, dtype)
     grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
-    grads += [t for handle in handles for t in (handle.grads._own.buffer, handle.grads._own.result)]
+    grads += [
+        t for handle in handles for t in (handle.grads._memory.buffer, handle.grads._memory.result)
+    ]
     assert _stored(grads) == plan.cost.grad_nbytes, case
     moments = sum(
         state[key].to_local().nbytes

@@ -538,7 +538,7 @@ def _assert_state_at_rest(state: ShardState, *, is_kept: bool) -> None:
         assert not handle.full.readers.claims, handle.name
         assert not handle.grads.reduction.output is not None, handle.name
         if not handle.grads.is_persistent:
-            assert handle.grads._own.buffer.untyped_storage().size() == 0, (
+            assert handle.grads._memory.buffer.untyped_storage().size() == 0, (
                 f"{handle.name}: reduce buffer"
             )
         params = [entry.unsharded for entry in handle.entries]

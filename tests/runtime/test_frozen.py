@@ -68,7 +68,7 @@ def test_frozen_unit() -> None:
         twins.zero_grad()
     assert counts.count("reduce_scatter") == 3
     (handle,) = get_handles(twins.sharded.blocks[1])
-    assert handle.grads._own.buffer.numel() == 0
+    assert handle.grads._memory.buffer.numel() == 0
     assert_at_rest(twins.sharded)
 
 

@@ -128,7 +128,7 @@ def test_mesh_that_only_replicates_copies_and_gathers_nothing(strategy: Sharding
         optimizer.zero_grad()
     for handle in get_handles(model):
         assert handle.unsharded.data_ptr() == handle.local_shard.data_ptr()
-        assert handle.grads._own.buffer.untyped_storage().size() == handle.unsharded.nbytes
+        assert handle.grads._memory.buffer.untyped_storage().size() == handle.unsharded.nbytes
 
 
 @distributed(2)

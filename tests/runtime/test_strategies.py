@@ -434,7 +434,9 @@ def test_a_step_allocates_nothing(strategy: ShardingStrategy) -> None:
 
 def _gradient_bytes(model: nn.Module) -> int:
     """Return the bytes of the buffers that hold unsharded gradients."""
-    return sum(handle.grads._own.buffer.untyped_storage().size() for handle in get_handles(model))
+    return sum(
+        handle.grads._memory.buffer.untyped_storage().size() for handle in get_handles(model)
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -503,7 +505,7 @@ def test_nothing_is_stored_twice_or_gathered_without_shards() -> None:
         assert not handle.is_sharded
         assert handle.unsharded.data_ptr() == handle.local_shard.data_ptr()
         storages = {e.sharded.grad.to_local().untyped_storage().data_ptr() for e in handle.entries}
-        assert storages == {handle.grads._own.buffer.untyped_storage().data_ptr()}
+        assert storages == {handle.grads._memory.buffer.untyped_storage().data_ptr()}
     for param in model.parameters():
         assert isinstance(param, FlatShard)
         assert param.to_local().numel() == param.numel()
@@ -518,7 +520,7 @@ def test_gradients_lie_in_one_buffer_that_stays(strategy: ShardingStrategy) -> N
     for step in range(3):
         loss_of(model, step).backward()
         for handle in get_handles(model):
-            buffer = handle.grads._own.buffer.untyped_storage()
+            buffer = handle.grads._memory.buffer.untyped_storage()
             grads = [entry.sharded.grad.to_local() for entry in handle.entries]
             assert all(g.untyped_storage().data_ptr() == buffer.data_ptr() for g in grads)
             assert buffer.size() == handle.layout.padded_numel * 4
@@ -619,7 +621,7 @@ def test_trainability_may_change_between_steps(strategy: ShardingStrategy) -> No
             each.zero_grad()
         (handle,) = get_handles(twins.sharded.blocks[1])
         if not is_trainable:
-            assert handle.grads._own.buffer.untyped_storage().size() == 0
+            assert handle.grads._memory.buffer.untyped_storage().size() == 0
         twins.assert_equal_parameters()
 
 
@@ -664,7 +666,7 @@ def test_frozen_parameters_of_a_unit_have_no_gradients_on_the_way(
             layout = handle.grads.layout
             assert layout.unpadded_numel == numel
             if handle.shard_group.size == 2:
-                sent = log.nbytes("reduce_scatter") / handle.grads._own.buffer.itemsize
+                sent = log.nbytes("reduce_scatter") / handle.grads._memory.buffer.itemsize
                 assert numel <= sent <= layout.padded_numel
             (unit,) = describe(twins.sharded).units
             if strategy is FULL_SHARD and handle.shard_group.size == 2:
