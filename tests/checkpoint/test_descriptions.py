@@ -69,7 +69,7 @@ class _Described(Exception):
     """Ends a save when it has described what the rank holds."""
 
 
-def _make_run(num_params: int, numel: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _make_own(num_params: int, numel: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model of one unit, with other values for each parameter and its state."""
     model = nn.Sequential()
     model.forward = lambda x: x  # type: ignore[method-assign]
@@ -96,7 +96,7 @@ def _describe(
         raise _Described
 
     with free_world(num_ranks, rank), pytest.MonkeyPatch.context() as patch:
-        model, optimizer = _make_run(num_params, numel)
+        model, optimizer = _make_own(num_params, numel)
         patch.setattr(saving, "plan_save", note)
         patch.setattr(saving, "quiet_group", lambda: group)
         extra = {"tensor": torch.ones(3), "rank": rank}  # rank 0's is saved
@@ -195,8 +195,8 @@ def _load_as(
         return open_to_read(path)
 
     with free_world(num_ranks, rank), pytest.MonkeyPatch.context() as patch:
-        expected = [p._local.clone() for p in _make_run(num_params, numel)[0].parameters()]
-        model, optimizer = _make_run(num_params, numel)
+        expected = [p._local.clone() for p in _make_own(num_params, numel)[0].parameters()]
+        model, optimizer = _make_own(num_params, numel)
         params = [param.detach() for param in model.parameters()]
         states = [optimizer.state[each]["momentum_buffer"] for each in model.parameters()]
         for each in params + states:
