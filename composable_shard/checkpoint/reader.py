@@ -46,7 +46,7 @@ from composable_shard.comm import HOST
 from composable_shard.layout import Region, intersect, overlap, whole
 from composable_shard.tensor import FlatShard, find_places, region_of
 
-_BLOCK_NUMEL = 1 << 20  # elements located, or moved to another dtype or device, at a time
+_BLOCK_NUMEL = 1 << 20  # elements moved to another dtype or device at a time
 _READ_NBYTES = 1 << 20  # read and verified at a time, while a cache of the processor has them
 _MAX_LINES = 100_000
 _MAX_FILES = 512  # open at a time: a process may often have 1024, and more ranks have written
@@ -262,7 +262,7 @@ class CheckpointReader(TensorReader):
                     self._pieces[name] = [
                         parse_piece(stored, fields, files, chunk_nbytes) for fields in stored.lines
                     ]
-            yield from self._pieces[name]
+            yield from self._pieces[name] if target.numel else ()
             return
         if not target.numel:
             return
@@ -349,32 +349,18 @@ class CheckpointReader(TensorReader):
                     part = byte_view(output[common.target_start :][: common.numel])
                 self._read_bytes(piece, ends, part)
             return common.numel
-        num_found = 0
-        for start in range(0, target.numel, _BLOCK_NUMEL):
-            end = min(start + _BLOCK_NUMEL, target.numel)
-            places, sources = find_places(target, piece.region, start, end)
+        # Chunk by chunk of the piece: each is read once, whatever the orders in memory.
+        num_found, step = 0, self.metadata.chunk_nbytes // itemsize
+        for start in range(*_covering_range(piece.region, target, step), step):
+            end = min(start + step, piece.region.numel)
+            sources, places = find_places(piece.region, target, start, end)
             if len(places):
-                values = self._read_scattered(stored, piece, sources)
+                values = torch.empty(end - start, dtype=stored.dtype, device=HOST)
+                self._read_bytes(piece, (start * itemsize, end * itemsize), byte_view(values))
                 if output is not None:
-                    output[places] = values
+                    output[places] = values[sources - start]
                 num_found += len(places)
         return num_found
-
-    def _read_scattered(self, stored: StoredTensor, piece: Piece, sources: Tensor) -> Tensor:
-        """Read the chunks that hold some elements of a piece; return these elements."""
-        itemsize = stored.dtype.itemsize
-        chunk_numel = self.metadata.chunk_nbytes // itemsize
-        values = torch.empty(len(sources), dtype=stored.dtype, device=HOST)
-        numbers = sources // chunk_numel
-        for number in numbers.unique().tolist():
-            is_in = numbers == number
-            start = number * chunk_numel
-            numel = min(chunk_numel, piece.region.numel - start)
-            chunk = torch.empty(numel, dtype=stored.dtype, device=HOST)
-            ends = start * itemsize, (start + numel) * itemsize
-            self._read_bytes(piece, ends, byte_view(chunk))
-            values[is_in] = chunk[sources[is_in] - start]
-        return values
 
     def _read_bytes(self, piece: Piece, ends: tuple[int, int], output: memoryview | None) -> None:
         """Read bytes of a piece, some chunks at a time; whole ones go straight into the output."""
@@ -418,6 +404,24 @@ class CheckpointReader(TensorReader):
 def _extent_of(region: Region) -> list[tuple[int, int]]:
     """Return the smallest box of indices, by dim, with all elements of a region that has some."""
     return [(rows.start, rows.stop) for rows in region.covering_rows()[0]]
+
+
+def _covering_range(source: Region, target: Region, step: int) -> tuple[int, int]:
+    """Return a range of the elements of a source that holds all of a target that are in it.
+
+    Both are counted from the source's first element; it begins at a multiple of `step`.
+    """
+    extent, first, last = _extent_of(target), 0, 0
+    for dim in source.order:
+        low, high = source.box[dim]
+        start, end = intersect(extent[dim], (low, high))
+        if start == end:
+            return 0, 0
+        first, last = (
+            n * (high - low) + each for n, each in ((first, start - low), (last, end - 1 - low))
+        )
+    first, last = max(0, first - source.start), min(source.numel, last + 1 - source.start)
+    return first // step * step, last
 
 
 def _may_share(extent: list[tuple[int, int]], other: list[tuple[int, int]]) -> bool:

@@ -410,6 +410,8 @@ def list_names(
     for (name, view), tree in zip(views.items(), trees, strict=True):
         own = [fqn for group in view for fqn in group.fqns]
         saved = [fqn for group in tree["param_groups"] for fqn in group["params"]]
+        if not all(isinstance(fqn, str) for fqn in saved):
+            raise TypeError(f"expected names of parameters, got {saved[:_MAX_NAMES]}")
         what = f"parameters in optimizer '{name}'" if name else "parameters in an optimizer"
         lists[what] = own, saved
     return lists

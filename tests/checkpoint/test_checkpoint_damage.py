@@ -136,6 +136,10 @@ _FORGERIES: dict[str, tuple[Callable[[Any], object], str]] = {
     "outside of the tensor": (lambda c: _first_piece(c).__setitem__(2, 10**9), "to \\d{10} of"),
     "negative": (lambda c: _first_piece(c).__setitem__(1, -8), "at least 0, got -8"),
     "a text": (lambda c: _first_piece(c).__setitem__(0, "0"), "TypeError"),
+    "a number as a name": (
+        lambda c: c["tree"]["optimizer"][""]["param_groups"][0]["params"].append(3),
+        "metadata.json is damaged: TypeError: expected names of parameters, got",
+    ),
     "half a file": (lambda c: _first_piece(c).__setitem__(0, 0.5), "TypeError"),
     "nothing": (lambda c: _first_piece(c).extend([[[0, 0], [0, 0]]]), "inside the tensor, got"),
     "a piece of nothing": (

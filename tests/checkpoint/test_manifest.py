@@ -16,7 +16,12 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from composable_shard import FlatShard, fully_shard, load_checkpoint, save_checkpoint
 from composable_shard.checkpoint import reader
-from composable_shard.checkpoint.file_format import StoredTensor, join_pieces, split_run
+from composable_shard.checkpoint.file_format import (
+    CHUNK_NBYTES,
+    StoredTensor,
+    join_pieces,
+    split_run,
+)
 from composable_shard.conversion import describe_checkpoint
 from composable_shard.layout import Region, intersect, whole_box
 from tests.harness.assertions import assert_equal
@@ -166,3 +171,18 @@ def test_a_rank_opens_only_files_that_it_reads(tmp_path: Path) -> None:
     assert {name for name in opened if "rank" in name} == {
         f"rank_{dist.get_rank()}_of_4.safetensors"
     }
+
+
+@distributed(2)
+def test_another_order_in_memory_is_read_once(tmp_path: Path) -> None:
+    """However many elements; and of part of them no more chunks than hold some."""
+    model = nn.Linear(1024, 2100, bias=False, dtype=torch.bfloat16)
+    model.weight = nn.Parameter(model.weight.detach().t().contiguous().t())
+    path = save_checkpoint(tmp_path, fully_shard(model, check_initial_values=False), step=1)
+    values = model.weight.full_tensor().detach()
+    with reader.CheckpointReader(path) as opened:
+        assert_equal(opened.read_whole("model/weight"), values.contiguous())
+        assert opened.nbytes_read == values.nbytes
+        columns = Region(((0, 2100), (3, 5)), (0, 1), 0, 4200)
+        assert_equal(opened.read("model/weight", columns), values[:, 3:5].reshape(-1))
+        assert opened.nbytes_read - values.nbytes <= 2 * CHUNK_NBYTES
