@@ -12,7 +12,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from composable_shard.runtime.saved_values import Inspection, SavedValues
 from composable_shard.torch_private import saved_tensors_hooks_in_force
 from tests.harness.ranks import run_ranks
-from tests.interrupts import PROGRAMS, Interrupter, count_lines, on_all_ranks, run_chunk
+from tests.interrupts import (
+    PROGRAMS,
+    Interrupter,
+    count_lines,
+    distinct_moments,
+    on_all_ranks,
+    run_chunk,
+)
 
 NUM_MOMENTS = 24  # of a program
 SAMPLED = ("plain", "no_sync", "shards_optim", "checkpoint", "one_rank", "new_data", "first_step")
@@ -26,6 +33,20 @@ def test_a_step_after_an_interrupt_at_any_line_is_right(name: str, tmp_path: Pat
     first = 1 + 7 * SAMPLED.index(name)
     moments = on_all_ranks(name, range(first, num_lines + 1, num_lines // NUM_MOMENTS))
     num_run, failures = run_chunk(name, moments, str(tmp_path))
+    assert not failures, failures[0]
+    assert num_run == len(moments)
+
+
+def test_an_interrupt_before_the_wait_for_a_reduction_frees_no_memory_that_is_written(
+    tmp_path: Path,
+) -> None:
+    """With more than two ranks the terms come into memory of the unit's buffers."""
+    found = run_ranks(4, distinct_moments, "four_ranks")[0]
+    begins = min(at[0] for place, at in found.items() if place.endswith("FlatReduction.finish"))
+    waits = sorted(at[0] for place, at in found.items() if "PendingReduction.finish" in place)
+    # The second line calls `Works.wait`, which waits in its third one.
+    moments = on_all_ranks("four_ranks", range(begins, waits[1] + 4))
+    num_run, failures = run_chunk("four_ranks", moments, str(tmp_path))
     assert not failures, failures[0]
     assert num_run == len(moments)
 
