@@ -75,6 +75,7 @@ class Program:
 
 PROGRAMS = {
     "plain": Program(),
+    "four_ranks": Program(world_size=4),
     "no_sync": Program(microbatches=2),
     "keeps_params": Program({"strategy": ShardingStrategy.SHARD_GRAD_OP}),
     "shards_optim": Program({"strategy": ShardingStrategy.SHARD_OPTIM}, microbatches=2),

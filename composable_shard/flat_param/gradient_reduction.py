@@ -248,6 +248,11 @@ class FlatReduction:
 
     def drop(self) -> None:
         """Forget reductions in flight or postponed, once the backend no longer uses the buffers."""
+        self.abandon()
+        self.deferred = None
+
+    def abandon(self) -> None:
+        """Forget the reduction in flight, once the backend no longer uses the buffers."""
         if self._scatter is not None:
             self._scatter.abandon()
         self._scatter = None
@@ -256,5 +261,4 @@ class FlatReduction:
         if self._read is not None:
             # The stream may read buffers that are about to be reused.
             torch.accelerator.current_stream().wait_stream(self._read[0])
-        self._done = self._read = None
-        self.output = self.deferred = None
+        self._done = self._read = self.output = None

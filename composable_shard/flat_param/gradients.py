@@ -399,9 +399,11 @@ class FlatGradients:
         else:
             try:
                 self.reduction.advance()
-            finally:
-                if self.reduction.shard_group.size > 1:
-                    self.free_buffers()
+            except BaseException:
+                self._give_up()
+                raise
+            if self.reduction.shard_group.size > 1:
+                self.free_buffers()
 
     def free_buffers(self) -> None:
         """Free the buffers; persistent ones stay."""
@@ -414,12 +416,14 @@ class FlatGradients:
         """Wait for the reduction in flight, if any, free the buffers, add to `reduced`."""
         if self.reduction.output is None:
             return
-        # Free the buffers after the wait, which ends the reads of them, but also if it fails: the
-        # reduction has given up its output by then, so no later `finish` would come this far.
+        # Free the buffers if the wait fails, too: the reduction has given up its output by then, so
+        # no later `finish` would come this far.
         try:
             output = self.reduction.finish()
-        finally:
-            self.free_buffers()
+        except BaseException:
+            self._give_up()
+            raise
+        self.free_buffers()
         if trace.logs:
             trace.record("wait_reduce", self.reduction.label.name)
         if output is not None and output.dtype != self.reduction.main_dtype:
@@ -429,6 +433,11 @@ class FlatGradients:
                 output = output.to(self.reduction.main_dtype)
         if output is not None:
             self.reduced = output if self.reduced is None else self.reduced.add_(output)
+
+    def _give_up(self) -> None:
+        """Free the buffers after an error or an interrupt, which may have come before the wait."""
+        self.reduction.abandon()
+        self.free_buffers()
 
     def publish(self, used: list[bool]) -> None:
         """Set, or add to, `.grad` of the parameters that any rank used; forget `reduced`.

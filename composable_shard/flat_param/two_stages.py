@@ -149,11 +149,11 @@ class TwoStageReduction(FlatReduction):
         self.deferred = output if self.deferred is None else self.deferred.add_(output)
         return None
 
-    def drop(self) -> None:
-        """Forget reductions in flight or postponed, once the backend no longer uses the buffers."""
+    def abandon(self) -> None:
+        """Forget the reduction in flight, once the backend no longer uses the buffers."""
         if self._all_reduce is not None:
             collectives.abandon(self._all_reduce)
         self._all_reduce = self._buffer_read = None
         for each in self.shard_group.replicate_groups:
             collectives.wait_for_interrupted(each)  # an interrupt may have lost a collective
-        super().drop()
+        super().abandon()
