@@ -37,6 +37,7 @@ from composable_shard.flat_param.kept_classes import ClassNotes
 from composable_shard.flat_param.kept_params import Kept, as_itself
 from composable_shard.flat_param.local_shard import LocalShard
 from composable_shard.flat_param.readers import Readers
+from composable_shard.flat_param.sources import Source
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.flat_param.unsharded_params import LOCKED, UnshardedParams
 from composable_shard.layout import round_up
@@ -255,10 +256,10 @@ class ExtendedValues(FullValues):
         super().__init__(codec.shard, buffer, codec.unversioned, buffer, is_kept=is_kept)
         self.params = ExtendedParams(codec, self.readers)
 
-    def choose_source(self) -> None:
+    def _find_source(self) -> Source:
         """Take the codec, which the class has told what to send."""
-        self.source = self.params.codec
         self.params.codec.label = self.label
+        return self.params.codec
 
     def keep_with(self, keep: object) -> None:
         """Keep nothing of freed values: a gather of parts would need another encoding."""

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -96,7 +96,6 @@ class FullValues:
         is_cast: A gather casts the shards' values, [Note: Main and compute dtype].
         has_separate_shard: The local shard is never part of the buffer.
         is_whole: The local shard is the buffer, so that nothing needs to be filled.
-        source: What fills the buffer; `choose_source` sets it.
         keep: Makes `kept` of values that are freed between forward and backward; None: nothing.
         kept: What fills the buffer the next time in place of `source`, if freed values left it.
         readers: Who may still read the values: claims by name, and kinds as bits. Between a
@@ -104,8 +103,6 @@ class FullValues:
             saved tensors are spared by the order of nodes, and by versions.
         params: The parameters that are views of the buffer.
     """
-
-    source: Source
 
     def __init__(
         self,
@@ -169,9 +166,17 @@ class FullValues:
         has_current = self.state is CURRENT and (self.is_current or self.readers.bits & GRAPH)
         return self.is_whole or bool(has_current)
 
+    @cached_property
+    def source(self) -> Source:
+        """What fills the buffer; found by the first gather of a handle without full parameters."""
+        return self._find_source()
+
     def choose_source(self) -> None:
         """Choose how the shards fill the buffer, which has memory; issues nothing."""
-        self.source = choose_source(
+        self.source = self._find_source()
+
+    def _find_source(self) -> Source:
+        return choose_source(
             self.shard,
             self.unversioned,
             self.own_part,

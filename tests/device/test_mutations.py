@@ -62,7 +62,8 @@ FOUND_BY = {
     "TwoStageReduction._end": "step_without_shards",
     "TwoStageReduction.finish": "step_with_replicas",
     "FlatReduction.finish": "step",
-    "FlatReduction.drop: torch.accelerator": "failed_backward",
+    "FlatReduction.abandon: torch.accelerator": "failed_backward",
+    "FlatReduction.drop": "failed_backward",
     "OffloadedGradients._begin_round": "rounds_on_host",
     "HostGradient.copy: self._copies": "rounds_on_host",
     "HostGradient.copy: self._in_flight": "step_on_host",
@@ -78,8 +79,10 @@ FOUND_BY = {
 # Waits that no program here needs, and why they are there.
 UNFOUND = {
     "abandon": _NO_STREAMS,
-    "FlatReduction.drop: self._scatter": _NO_STREAMS,
-    "TwoStageReduction.drop: collectives": _NO_STREAMS,
+    "FlatReduction.abandon: self._scatter": _NO_STREAMS,
+    "TwoStageReduction.abandon: collectives": _NO_STREAMS,
+    "TwoStageReduction.abandon: super": "as of one stage, for which a program is found",
+    "FlatGradients._give_up": "an error or interrupt before the wait, at a chosen line alone",
     "FullValues._abandon": "an error or interrupt while a gather is issued, at a chosen line alone",
     "FullValues.wait: collectives.abandon": "an interrupt of the wait, at a chosen line alone",
     "FullValues.free": _NO_STREAMS,

@@ -51,8 +51,6 @@ def _full(
     )
     _, full = plan.allocate(layout, WriteGuard(), torch.float32, CPU)
     full.label = UnitLabel("block")
-    if size == 1:
-        full.choose_source()
     return full
 
 
