@@ -426,8 +426,8 @@ def _covering_range(source: Region, target: Region, step: int) -> tuple[int, int
 
 def _may_share(extent: list[tuple[int, int]], other: list[tuple[int, int]]) -> bool:
     """Return whether two boxes of indices have an element in common."""
-    pairs = zip(extent, other, strict=True)
-    return all(max(a, c) < min(b, d) for (a, b), (c, d) in pairs)
+    common = [intersect(*pair) for pair in zip(extent, other, strict=True)]
+    return all(start < end for start, end in common)
 
 
 def digest_of(text: bytes) -> str:
