@@ -96,6 +96,7 @@ class FlatReduction:
         self._scatter: PendingReduction | None = None  # in flight
         self.output: Tensor | None = None
         self._scale = 1.0  # of the output, where no reduce-scatter has scaled it
+        self._is_deferred = False
         # On a side stream: the point at which the result is complete, and the stream with the
         # memory that it reads until then.
         self._done: Waitable | None = None
@@ -160,6 +161,7 @@ class FlatReduction:
             prescale: Factor by which the gradients were multiplied already.
             is_deferred: Whether to postpone the second stage, if there is one.
         """
+        self._is_deferred = is_deferred
         scale = 1.0 / (self.settings.gradient_divide_factor or self._num_ranks) / prescale
         if streams is None:
             self.output = self._issue(buffer, scratch, scale, output)

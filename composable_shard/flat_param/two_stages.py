@@ -18,7 +18,6 @@ from composable_shard.comm import (
     ShardGroup,
     StageKey,
     StreamPoint,
-    Streams,
     Waitable,
     call_hook,
     collectives,
@@ -45,7 +44,6 @@ class TwoStageReduction(FlatReduction):
         super().__init__(shard_group, layout)
         self._second_keys = [StageKey() for _ in shard_group.replicate_groups]
         self._all_reduce: Waitable | None = None  # in flight
-        self._is_deferred = False
         # On a side stream: the point at which the buffer is free.
         self._buffer_read: StreamPoint | None = None
 
@@ -56,22 +54,6 @@ class TwoStageReduction(FlatReduction):
         if self.settings.comm_hook is not None or ranks.size > 1:
             return super().group
         return ranks.replicate_groups[0] if len(ranks.replicate_groups) == 1 else None
-
-    def start(
-        self,
-        buffer: Tensor,
-        scratch: Tensor | None,
-        streams: Streams | None,
-        *,
-        output: Tensor | None,
-        prescale: float,
-        is_deferred: bool,
-    ) -> None:
-        """Start reducing, as `FlatReduction` does."""
-        self._is_deferred = is_deferred
-        super().start(
-            buffer, scratch, streams, output=output, prescale=prescale, is_deferred=is_deferred
-        )
 
     def _issue_whole(self, output: Tensor, buffer: Tensor) -> None:
         self._issue_all_reduce(output)  # the output is the buffer
