@@ -34,14 +34,7 @@ class KeptPart:
         if self._writes != self._guard.num_writes:
             return self._source.start(when)
         group, what = self._group.group, f"the {when} gather of {self._what}"
-        try:
-            return collectives.all_gather(
-                self._output, self.part, group, what=what, is_of_step=True
-            )
-        except BaseException:
-            # Who gives the memory back waits for the shard group alone.
-            collectives.wait_for_interrupted(group)
-            raise
+        return collectives.all_gather(self._output, self.part, group, what=what, is_of_step=True)
 
 
 def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:

@@ -85,6 +85,7 @@ UNFOUND = {
     "FlatGradients._give_up": "an error or interrupt before the wait, at a chosen line alone",
     "FullValues._abandon": "an error or interrupt while a gather is issued, at a chosen line alone",
     "FullValues.wait: collectives.abandon": "an interrupt of the wait, at a chosen line alone",
+    "Codec.start": "an error or interrupt between two gathers of a class, at a chosen line alone",
     "FullValues.free": _NO_STREAMS,
     "LocalShard.write_slice": "a scope has waited, by copies that block (test_offload.py)",
     "LocalShard.write_edited": "a background save reads the shard",
