@@ -86,7 +86,7 @@ class FullValues:
         unversioned: The same memory for collectives: what they write to it changes no version that
             autograd has saved, [Note: Storage and autograd]. A gather's output; for gradients in
             the place of values the input of their reduction.
-        own_part: Shape `(layout.shard_numel,)`, this rank's part of `unversioned`.
+        own_part: Shape `(own_numel,)`, this rank's part of `unversioned`.
         is_kept: The buffer is never freed, see [Note: Kept buffers].
 
     Attributes:

@@ -61,7 +61,7 @@ class GradPieces:
         self._indices = [place for place, index in enumerate(kept) if index % 2]
 
     def split(self, shard: Tensor) -> list[Tensor]:
-        """Return the parameters' parts of a shard of shape `(layout.shard_numel,)`."""
+        """Return the parameters' parts of a shard of shape `(own_numel,)`."""
         parts = shard.unsafe_split_with_sizes(self._sizes)  # views that don't keep the shard itself
         return [parts[index] for index in self._indices]
 
@@ -156,7 +156,8 @@ class Packing(NamedTuple):
         places: Places of the values, in dense shapes, under the parameters' version counters.
         is_plain: Gradients are packed as they come: none is a DTensor, nothing is frozen.
         may_share: Gradients may overwrite the values, see [Note: Packing in place].
-        is_cast: Gradients are packed in a dtype that differs from the values'.
+        is_cast: The reduce dtype differs from the values'. A buffer of their own has the reduce
+            dtype; what is packed in place is cast when its reduction is issued.
         scale: Factor by which gradients are multiplied when they are packed.
         factor: `scale` as a 0-d tensor; None if scale is 1.
         num_terms: Scratch memory that the reduction needs, in shards.
@@ -178,8 +179,8 @@ class GradientMemory:
         buffer: Shape `(padded_numel,)`; storage size 0 unless a round needs it.
         views: Places of the parameters, in their dense shapes; empty for parameters without a
             place. Made when first needed: never, if all gradients are packed in place.
-        part: Shape `(shard_numel,)`: this rank's part, where a reduction ends in place; else None.
-        result: Shape `(shard_numel,)`: persistent memory of the main dtype, where it is needed.
+        part: Shape `(own_numel,)`: this rank's part, where a reduction ends in place; else None.
+        result: Shape `(own_numel,)`: persistent memory of the main dtype, where it is needed.
     """
 
     def __init__(self) -> None:

@@ -73,10 +73,10 @@ class FlatReduction:
         settings: The unit's, for the divisor and the comm hook. [Note: Comm hooks]
         main_dtype: Dtype of `deferred`, and of results that need no further reduction.
         output_dtype: Dtype in which the ranks' terms are added up.
-        own_numel: Elements of this rank's shard.
+        own_numel: Elements of this rank's shard: `layout.shard_numel` where shards are even.
         nbytes: Of the buffers that it reduces.
-        output: Shape `(shard_numel,)`: output of the reduction in flight; None without one.
-        deferred: Shape `(shard_numel,)`, reduce-scattered; a second stage is postponed.
+        output: Shape `(own_numel,)`: output of the reduction in flight; None without one.
+        deferred: Shape `(own_numel,)`, reduce-scattered; a second stage is postponed.
     """
 
     has_second_stage = False
@@ -156,7 +156,7 @@ class FlatReduction:
             buffer: Shape `(padded_numel,)`, packed on the current stream.
             scratch: Memory of the size in `scratch_parts`; None if a comm hook reduces.
             streams: The side streams of an accelerator.
-            output: Shape `(shard_numel,)`, where the result goes: this rank's part of `buffer`, or
+            output: Shape `(own_numel,)`, where the result goes: this rank's part of `buffer`, or
                 memory of the main dtype. None for new memory.
             prescale: Factor by which the gradients were multiplied already.
             is_deferred: Whether to postpone the second stage, if there is one.

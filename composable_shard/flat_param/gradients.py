@@ -39,33 +39,45 @@ from composable_shard.torch_private import version_of
 
 
 class FlatGradients:
-    """The gradients of one flat parameter during a backward pass.
+    """The gradients of one flat parameter, from autograd to `.grad` of the parameters at rest.
 
     A *round* is the gradients from the first one until the reduction that takes them. Where their
-    bytes are, under FULL_SHARD without options:
+    bytes are:
 
-    - as autograd produces one: full size, in autograd's memory, as `.grad` of the full parameter;
-      a hook of the parameter packs it at once and sets `.grad` to None;
-    - packed, times `packing.scale`: in the place of its value in `full.buffer` (`IN_VALUES`,
-      [Note: Packing in place] of grad_pieces.py). In `_memory.buffer` (`IN_BUFFER`) where dtypes
-      differ or a value may still be read: in the first backward nobody knows all readers, nor in
-      one of a forward with a new number of nodes;
-    - from `issue` on: there still, read by the reduction, which writes `reduction.output`, this
-      rank's part; the other one of the two buffers may be its scratch memory;
-    - after `advance` or `finish`: `reduced`, the same part; both buffers are freed;
-    - after `publish`, at the end of the backward: the parameters' `.grad`, views of `reduced`; to a
-      `.grad` that is there already, `reduced` is added in place.
+    1. As autograd produces one: full size, in autograd's memory, as `.grad` of the full parameter.
+       A hook of the parameter packs it at once and sets that `.grad` to None.
+    2. Packed, times `packing.scale`. The first gradient chooses the place of the whole round:
+       - In the places of the values, in `full.buffer` and its dtype (`IN_VALUES`), wherever [Note:
+         Packing in place] allows it: with `FULL_SHARD` in most backwards.
+       - Else in `_memory.buffer`, in the reduce dtype (`IN_BUFFER`): where values are kept, in a
+         backward that doesn't reduce, in the unit's first backward, after a forward with a new
+         number of nodes, and where dtypes differ and the reduce dtype is not the wider one.
+    3. From `issue` on the reduction reads them there (`REDUCING`). If they are in the places of the
+       values and the reduce dtype is wider, `issue` casts them into `_memory.buffer` first, and
+       frees the values' memory. The result goes to `reduction.output`, this rank's elements alone.
+    4. After `advance`, at the next reduction of the tree or at the end of the backward, the memory
+       of step 2 is free, and the result, in the main dtype, is in `reduced`. With a second stage it
+       stays in `reduction.output` until `finish`.
+    5. After `publish`, at the end of the backward: `.grad` of the parameters at rest, which are
+       views of what `reduced` was. To a `.grad` that is there already it is added in place.
 
-    A second round in the same backward (a gradient that arrives late) adds to `reduced` too. With a
-    strategy that keeps gradients the buffer stays, [Note: Persistent gradients]. Gradients that a
-    backward does not reduce are packed too: the round goes on until one does. At rest all
-    waiting gradients are packed or in `reduction.deferred`, [Note: Pending gradients].
+    Until 5 `.grad` of the parameters at rest is what earlier backwards have published, if anything.
+    Outside of 1 `UnshardedParameter.grad` stands for the same.
+
+    A second round in the same backward (a gradient that arrives late) adds to `reduced`. With a
+    strategy that keeps gradients the buffer stays, [Note: Persistent gradients].
+
+    Gradients that a backward doesn't reduce stay in `_memory.buffer`, full size on each rank. The
+    round goes on, and later backwards add to it, until one reduces it. Such gradients, and those of
+    `reduction.deferred`, wait at rest, where a PendingGradient stands for them as `.grad`, [Note:
+    Pending gradients].
 
     Attributes:
         arrived: For each parameter, whether its gradient is in the buffer.
         was_used: Whether it got a gradient in an earlier round since the last `publish`.
         views: Places in the round's buffer, in dense shapes; None while no gradient is packed.
-        reduced: Shape `(own_numel,)`, this rank's elements, or None before the first `finish`.
+        reduced: Shape `(own_numel,)`, this rank's elements, that `publish` has not taken yet, or
+            None.
         reduction: Reduces the buffer.
         is_persistent: The buffer stays, see [Note: Persistent gradients].
         is_direct: Gradients go into the round as they arrive, see `set_direct`.
@@ -323,7 +335,7 @@ class FlatGradients:
         """Start reducing the packed gradients, with gradients kept by earlier microbatches.
 
         Issues a reduce-scatter of `layout.padded_numel` elements over the shard group, if it is
-        sharded, and an all-reduce of `layout.shard_numel` over the ranks that hold copies, if any;
+        sharded, and an all-reduce of this rank's shard over the ranks that hold copies, if any;
         on the reduce stream if there is one. Parameters without a gradient contribute zeros.
         `is_deferred` postpones the all-reduce; with `keep_unsharded` the full values stay.
         """
