@@ -153,9 +153,10 @@ class Packing(NamedTuple):
     """How gradients are packed; known once they have buffers.
 
     Attributes:
-        places: Places of the values, in dense shapes, under the parameters' version counters.
+        value_places: Places of the values, in dense shapes, under the parameters' version counters:
+            views of the memory that `full.buffer` and `full.unversioned` share.
         is_plain: Gradients are packed as they come: none is a DTensor, nothing is frozen.
-        may_share: Gradients may overwrite the values, see [Note: Packing in place].
+        fits_values: A gradient has room in the place of its value, by layout and dtype.
         is_cast: The reduce dtype differs from the values'. A buffer of their own has the reduce
             dtype; what is packed in place is cast when its reduction is issued.
         scale: Factor by which gradients are multiplied when they are packed.
@@ -163,9 +164,9 @@ class Packing(NamedTuple):
         num_terms: Scratch memory that the reduction needs, in shards.
     """
 
-    places: list[Tensor]
+    value_places: list[Tensor]
     is_plain: bool
-    may_share: bool
+    fits_values: bool
     is_cast: bool
     scale: float
     factor: Tensor | None
@@ -177,15 +178,16 @@ class GradientMemory:
 
     Attributes:
         buffer: Shape `(padded_numel,)`; storage size 0 unless a round needs it.
-        views: Places of the parameters, in their dense shapes; empty for parameters without a
-            place. Made when first needed: never, if all gradients are packed in place.
+        places: Of the parameters' gradients, in their dense shapes, views of `buffer`; one without
+            elements for a parameter that has no place. Made when first needed: never, if all
+            gradients are packed in place.
         part: Shape `(own_numel,)`: this rank's part, where a reduction ends in place; else None.
         result: Shape `(own_numel,)`: persistent memory of the main dtype, where it is needed.
     """
 
     def __init__(self) -> None:
         self.buffer = self.result = torch.empty(0)
-        self.views: list[Tensor] = []
+        self.places: list[Tensor] = []
         self.part: Tensor | None = None
         self._num_uses = 0  # uses of the buffer's storage by this object
 
@@ -196,21 +198,21 @@ class GradientMemory:
             buffer: With memory, of shape `(layout.padded_numel,)`.
             part: This rank's part, where a reduction ends in place.
         """
-        self.buffer, self.views = buffer, []
+        self.buffer, self.places = buffer, []
         self.part = None if part is None else buffer[slice(*part)]
         self._num_uses = storage_uses_of(buffer)
 
-    def make_views(self, entries: Sequence[ParamEntry], layout: FlatLayout) -> list[Tensor]:
-        """Make `views` of the places of parameters, once the buffer has memory."""
+    def make_places(self, entries: Sequence[ParamEntry], layout: FlatLayout) -> list[Tensor]:
+        """Make `places`, once the buffer has memory."""
         buffer, specs = self.buffer, [each.spec for each in entries]
-        self.views = [
+        self.places = [
             buffer.as_strided(spec.dense_shape, spec.dense_stride, offset)
             if numel == spec.numel
             else buffer[:0]
             for spec, offset, numel in zip(specs, layout.offsets, layout.numels, strict=True)
         ]
         self._num_uses = storage_uses_of(buffer)
-        return self.views
+        return self.places
 
     def is_lost(self, params: Sequence[FlatShard]) -> bool:
         """Move results out of persistent memory; return whether a user still holds the buffer.

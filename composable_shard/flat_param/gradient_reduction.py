@@ -229,7 +229,7 @@ class FlatReduction:
         self._scatter = None  # last: an interrupted one is abandoned before memory is freed
         return output
 
-    def advance(self) -> None:
+    def end_first_stage(self) -> None:
         """Wait until the buffer is free; without a second stage the result is complete then."""
         self._end_scatter()
 

@@ -96,7 +96,7 @@ class BackwardPass:
 
     def _ask_engine(self) -> None:
         # A separate object: after an error in `begin` a traceback would keep `self` alive.
-        callback: _EngineCallback = partial(self.finish)
+        callback: _EngineCallback = partial(self.end)
         note = partial(note_abort, weakref.ref(self.context))
         self._engine_callback = weakref.ref(callback, note)
         queue_callback(callback)
@@ -216,7 +216,7 @@ class BackwardPass:
 
     # The backward ends
 
-    def finish(self) -> None:
+    def end(self) -> None:
         """Go through the phases of the end: reduce what is left, publish all gradients."""
         orders, ending = self.queue.orders, Ending(self)
         self.queue.note_end()
@@ -260,9 +260,9 @@ class BackwardPass:
             proposal=ending.proposal,
         )
         self.context.flag_reductions.append(flags)
-        if not queue.accumulates:
+        if not queue.brings_gradients:
             # Another rank may accumulate gradients of a unit that this rank skipped.
-            queue.accumulates = any(any(used) for used in flags.finish())
+            queue.brings_gradients = any(any(used) for used in flags.finish())
 
     def reduce_rest(self, ending: Ending) -> None:
         """Reduce the handles that are still in use at the end, and those that were not reached."""
@@ -275,27 +275,27 @@ class BackwardPass:
 
     def _reduce_last(self, ending: Ending) -> None:
         queue = self.queue
-        if queue.accumulates and (queue.ordered or queue.asks_for_late):
+        if queue.brings_gradients and (queue.ordered or queue.asks_for_late):
             queue.issue_last(ending)
 
     def _publish(self, ending: Ending) -> None:
         """Wait for all reductions and flags in flight; give the parameters their gradients."""
         queue, context = self.queue, self.context
-        queue.advance()
+        queue.end_last()
         for item in ending.items:
-            item.handle.grads.finish()
+            item.handle.grads.add_result()
         # Wait for flags last, when they have arrived, but before publishing, as a wait may fail.
         for other in context.flag_reductions:
             other.finish()
         context.flag_reductions.clear()
         ending.flags.check_step()
-        if queue.accumulates or queue.ordered:
+        if queue.brings_gradients or queue.ordered:
             for item, used in zip(ending.items, ending.flags.finish(), strict=True):
                 if item.order.keeps_order and item not in queue.issued:
                     continue  # no rank used the handle
                 item.handle.grads.publish(list(map(bool, used)))
                 ending.published.append(item)
-            if queue.accumulates:
+            if queue.brings_gradients:
                 context.graphs.forget()
         context.graphs.num_open = 0
 

@@ -196,7 +196,7 @@ class Order:
         queue = self.queue
         for each in queue.watchers:
             each.precede(item)
-        if not queue.accumulates or (item.stage is not OPEN and item.stage is not READY):
+        if not queue.brings_gradients or (item.stage is not OPEN and item.stage is not READY):
             return
         # One whose gradients have come late is reduced again by all ranks, as the flags show.
         if not (queue.asks_for_late and queue.is_ending and item in queue.issued):
@@ -224,7 +224,8 @@ class ReductionQueue:
         orders: The orders that options bring; `watchers`: those that are told of all units.
         ordered: Handles with an order of their own, in that order.
         issued: Those that this backward has reduced, the last one last.
-        accumulates: This rank accumulates gradients of parameters, or some rank is known to.
+        brings_gradients: The backward accumulates gradients of parameters on this rank, or is known
+            to do so on another one. If not, nothing is reduced.
         is_sure: All ranks know that some rank accumulates gradients.
         asks_for_late: The flags at the end show handles whose gradients came after a reduction.
         is_ending: Autograd has run all its nodes.
@@ -238,7 +239,7 @@ class ReductionQueue:
         self.watchers: list[Order] = []
         self.ordered: list[Item] = []
         self.issued: dict[Item, None] = {}
-        self.accumulates = self.is_sure = self.asks_for_late = self.is_ending = False
+        self.brings_gradients = self.is_sure = self.asks_for_late = self.is_ending = False
         self.hook_error: BaseException | None = None
         self._default = Order(self)
 
@@ -261,7 +262,7 @@ class ReductionQueue:
         for state in states:
             for handle in state.handles:
                 self.items[handle] = Item(state, handle, default)
-                self.accumulates = self.accumulates or handle.will_get_gradient()
+                self.brings_gradients = self.brings_gradients or handle.will_get_gradient()
         for order in self.orders:
             order.take()
         for order in self.orders:
@@ -285,7 +286,7 @@ class ReductionQueue:
         if is_reached:
             # A late gradient waits for its last reduction, perhaps on this rank only: the second
             # stage must be issued before. [Note: Two stages]
-            item.handle.grads.advance()
+            item.handle.grads.free_input()
         if not item.order.keeps_order and item.stage not in EARLY:
             item.stage = OPEN
 
@@ -295,7 +296,7 @@ class ReductionQueue:
         With `before_end` its unit is not over, and may need the full values.
         """
         # One reduction in flight: ending the last one here bounds the buffers to two units.
-        self.advance()
+        self.end_last()
         self.issued.pop(item, None)
         context, handle = self.context, item.handle
         # Before the end its unit may still compute: the values stay, unless gradients have their
@@ -304,7 +305,7 @@ class ReductionQueue:
         handle.grads.issue(
             self._streams,
             context.scratch,
-            keep_unsharded=keeps,
+            keeps_values=keeps,
             is_deferred=item.is_deferred,
         )
         item.stage = ISSUED
@@ -315,10 +316,10 @@ class ReductionQueue:
         for each in self.watchers:
             each.follow()
 
-    def advance(self) -> None:
+    def end_last(self) -> None:
         """Wait until the last reduction, if it is in flight, no longer needs its buffers."""
         if self.issued:
-            next(reversed(self.issued)).handle.grads.advance()
+            next(reversed(self.issued)).handle.grads.free_input()
 
     def note_end(self) -> None:
         """Note that autograd has run all its nodes."""

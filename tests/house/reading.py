@@ -49,7 +49,7 @@ FEATURES = {
     "flat form": r"shows_flat|flat_slot|Flat(Entry|Slot|Form|Place)|OriginalsAgain|\w+_FLAT|"
     r"FLAT_\w+|use_orig_params|\.flat|"
     r"(\w+_)?(show|hide|set|make)_(flat|originals)(_\w+)?",
-    "pending gradients": r"is_unsynced|marks|PendingGradient|postpone|waits_for_reduction|"
+    "pending gradients": r"is_unsynced|marks|PendingGradient|leave_unsynced|waits_for_reduction|"
     r"((un)?mark|forget|drop|hide|show)_pending(_\w+)?|pending_values|Postponed",
     "scopes": r"(is_)?in_scope|(\w+_)?scope(_params)?|Scope(Params)?|SCOPE(_FLAT)?",
     "buckets": r"(\w+_)?buckets?(_\w+)?|Buckets",
