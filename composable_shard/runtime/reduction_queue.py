@@ -196,6 +196,10 @@ class Order:
         queue = self.queue
         for each in queue.watchers:
             each.precede(item)
+        # A backward that brings no gradient, such as one of inputs alone, reduces nothing. Where
+        # other ranks bring some, this rank takes part in what ends with the backward, after the
+        # flags (Phase.REST). A handle that they reduce before is an error on all ranks: not in
+        # step.
         if not queue.brings_gradients or (item.stage is not OPEN and item.stage is not READY):
             return
         # One whose gradients have come late is reduced again by all ranks, as the flags show.
