@@ -6,8 +6,12 @@ parameter has run, so the gradient may take the place of the value: the unsharde
 just the right layout, and the backward of a unit then needs no second buffer. Where a later use
 is possible (create_graph, a backward nested in a backward, a forward that still runs or that no
 hooks have seen, a detached alias, a graph recorded while the parameter was frozen), the gradients
-are packed into a buffer of their own. The write changes the parameter's version counter, so a late
-read that this rule misses raises in autograd; the next gather restores the counters.
+are packed into a buffer of their own. `FlatGradients.pack` decides that for a round, of four facts:
+what the unit and the backward allow (`_pack` of runtime/backward.py), the dtypes and the layout
+(`Packing.fits_values`), the state of the full values, and who else may read them (`Readers`).
+
+The write changes the parameter's version counter, so a late read that this rule misses raises in
+autograd; the next gather restores the counters.
 
 [Note: Persistent gradients]
 Under `SHARD_OPTIM`, and where each rank holds the whole parameter, the buffer stays from the
@@ -62,7 +66,8 @@ class GradPieces:
 
     def split(self, shard: Tensor) -> list[Tensor]:
         """Return the parameters' parts of a shard of shape `(own_numel,)`."""
-        parts = shard.unsafe_split_with_sizes(self._sizes)  # views that don't keep the shard itself
+        # Views that keep the shard's memory, and not the tensor.
+        parts = shard.unsafe_split_with_sizes(self._sizes)
         return [parts[index] for index in self._indices]
 
 
@@ -106,7 +111,7 @@ def add_gradients(
                 continue
             if not isinstance(grad, FlatShard) or grad._local.shape != shard._local.shape:
                 grad = checked_gradient(param, grad)
-            if LATE_READS.are_there:
+            if LATE_READS.are_there:  # a save in the background may read it, [Note: Late reads]
                 LATE_READS.make(grad._local)
             grad._local.add_(shard._local)
 
@@ -253,8 +258,16 @@ def packing_scale(
 ) -> tuple[float, Tensor]:
     """Return the factor for packing gradients: 1 / ranks, or 1 to divide later.
 
-    Divides when packing in fp16, as a sum may overflow where a mean does not, and where that saves
-    a pass: the result is the whole buffer, or the CPU takes the sum and the division is exact.
+    Gradients are divided once. They are when they are packed:
+
+    - in fp16, as a sum may overflow where a mean does not;
+    - if each rank holds the whole parameter: a later division would be a pass over all of it;
+    - on the CPU if the division is exact, for 2, 4, 8 ... ranks: one pass less over the shard.
+
+    The last two only where packing does not cast. Else the sum is divided, where the reduction
+    ends: `PendingReduction.finish` does it for this rank's part, or NCCL as it adds up (AVG, in
+    `SumAlgorithm`); `FlatReduction.finish` if each rank holds the whole parameter. So is a divide
+    factor that the user has set, less what packing has divided already.
 
     Args:
         group: The ranks whose gradients are averaged.

@@ -47,8 +47,8 @@ class FlatGradients:
     1. As autograd produces one: full size, in autograd's memory, as `.grad` of the full parameter.
        A hook of the parameter packs it at once and sets that `.grad` to None.
     2. Packed, times `packing.scale`. The first gradient chooses the place of the whole round:
-       - In the places of the values, in `full.buffer` and its dtype (`IN_VALUES`), wherever [Note:
-         Packing in place] allows it: with `FULL_SHARD` in most backwards.
+       - In the places of the values, in `full.buffer` and its dtype (`IN_VALUES`), where
+         [Note: Packing in place] allows it: with `FULL_SHARD` in most backwards.
        - Else in `_memory.buffer`, in the reduce dtype (`IN_BUFFER`): where values are kept, in a
          backward that doesn't reduce, in the unit's first backward, after a forward with a new
          number of nodes, and where dtypes differ and the reduce dtype is not the wider one.
@@ -62,15 +62,17 @@ class FlatGradients:
        views of what `reduced` was. To a `.grad` that is there already it is added in place.
 
     Until 5 `.grad` of the parameters at rest is what earlier backwards have published, if anything.
-    Outside of 1 `UnshardedParameter.grad` stands for the same.
+    Outside of 1 the `.grad` of full parameters, as users see it, stands for the same
+    (`UnshardedParameter.grad` of param_classes.py).
 
     A second round in the same backward (a gradient that arrives late) adds to `reduced`. With a
     strategy that keeps gradients the buffer stays, [Note: Persistent gradients].
 
-    Gradients that a backward doesn't reduce stay in `_memory.buffer`, full size on each rank. The
-    round goes on, and later backwards add to it, until one reduces it. Such gradients, and those of
-    `reduction.deferred`, wait at rest, where a PendingGradient stands for them as `.grad`, [Note:
-    Pending gradients].
+    Gradients *wait* for a later backward in two ways. A backward that doesn't reduce leaves them
+    *unsynced*: in `_memory.buffer`, full size on each rank, and the round goes on until a backward
+    reduces it. A backward that postpones the second stage leaves them *deferred*: reduce-scattered
+    and divided by the number of all ranks, in `reduction.deferred`; the sum over the copies is
+    missing. At rest a PendingGradient stands for either as `.grad`, [Note: Pending gradients].
 
     Attributes:
         arrived: For each parameter, whether its gradient is in the buffer.
@@ -82,10 +84,11 @@ class FlatGradients:
         reduction: Reduces the buffer.
         is_persistent: The buffer stays, see [Note: Persistent gradients].
         is_direct: Gradients go into the round as they arrive, see `set_direct`.
-        is_unsynced: A later backward must reduce this on every rank, even where a rank has dropped
-            the gradients since.
+        is_unsynced: A backward has left gradients unsynced, on some rank at least. A later one must
+            reduce this on every rank, even where a rank has dropped the gradients since.
         has_graph: Gradients came with a graph (create_graph), which is not kept.
-        marks: (parameter, indices) pairs whose `.grad` is a PendingGradient.
+        marks: (parameter, indices) pairs whose `.grad` is a PendingGradient: `mark_pending` adds
+            them as a backward ends, `unmark_pending` takes them away as the next one begins.
         packing: How gradients are packed; None without buffers for them.
         layout: The parameters' layout, in which frozen ones may have no elements.
         pieces: Cuts the reduced shard into the parameters' gradients.
@@ -123,7 +126,8 @@ class FlatGradients:
     ) -> None:
         """Replace the gradients' memory; drop reductions in flight, cast waiting gradients.
 
-        Waiting gradients come from `before`: this object, or the object of another layout.
+        Waiting gradients come from `before`: this object, or the object of another layout. None may
+        lie in the place of a value: call `move_out` first.
         """
         places, arrived, was_used = before.places, before.arrived, before.was_used
         layouts, old = (before.layout, self.layout), before.packing
@@ -265,8 +269,9 @@ class FlatGradients:
         self.is_direct = flag and self.places is not None and is_plain
 
     def pack_direct(self, index: int, gradient: Tensor | None) -> bool:
-        """Pack a gradient into the round, or return False where `pack` must be called."""
+        """Copy a gradient into its place, or return False where `pack` must be called."""
         places, packing = self.places, self.packing
+        # `arrived` already: perhaps in an earlier microbatch. `pack` adds to it.
         if gradient is None or places is None or packing is None or self.arrived[index]:
             return False
         if gradient.is_sparse or is_grad_enabled():
@@ -279,8 +284,8 @@ class FlatGradients:
         return True
 
     def pack_rest(self, *, may_overwrite: bool) -> None:
-        """Pack gradients left unpacked by earlier microbatches, or set by users between `unshard`
-        and `reshard`; raise if hooks edited values.
+        """Pack gradients that no hook has packed as they came, such as those that users set between
+        `unshard` and `reshard`; raise if hooks edited values.
         """
         is_held = self._full is not None and bool(
             self._full.readers.claims
@@ -308,11 +313,14 @@ class FlatGradients:
                 self._make_memory(torch.empty_like(self._memory.buffer))
 
     def _choose_place(self, *, in_place: bool) -> None:
+        """Begin a round, or go on with it elsewhere: choose where its gradients lie."""
         if self.is_persistent and self.reduced is not None:
             # An earlier round of this backward left its result in the buffer.
             self.reduced = self.reduced.clone()
         if in_place and self._full is not None and self.packing is not None:
             self._full.hold_gradients()
+            # This round's own list, to which `end_round` leaves it: values stay overwritten until
+            # the next gather.
             self._full.params.aliases.overwritten = self.arrived
             self.places = self.packing.value_places
         else:
@@ -359,7 +367,7 @@ class FlatGradients:
         if trace.logs:
             trace.record("issue_reduce", self.reduction.label.name)
         if self.places is packing.value_places and packing.is_cast:
-            self._widen(full)
+            self._widen(full)  # the reduce dtype is wider
         output, numel = self._memory.part, self.reduction.own_numel
         if output is None and self.is_persistent:
             output = self._memory.result_of(numel)
@@ -484,7 +492,11 @@ class FlatGradients:
         return None if self.reduced is None else cutter.split(self.reduced)
 
     def drop(self) -> None:
-        """Forget all unpublished gradients, also those in flight, after an error."""
+        """Forget all unpublished gradients after an error.
+
+        Includes gradients in flight, and those that wait from earlier backwards. `drop_unpublished`
+        calls this, and removes their marks.
+        """
         self._forget()
         self.is_unsynced = self.has_graph = False
         drop_unpacked(self)

@@ -293,6 +293,7 @@ class FlatParamHandle:
         before = self.grads
         layout = _gradient_layout(self)
         self.grads = before if layout == before.layout else in_layout(layout, before)
+        # The policy's `reduce_dtype`; by default the dtype of compute.
         dtype = self.memory.precision.reduces_in(self.shard.values.dtype)
         self.grads.bind(self.full, dtype, is_pinned=self.memory.is_pinned, before=before)
 
