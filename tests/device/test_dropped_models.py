@@ -26,12 +26,12 @@ def _make_units(strategy: ShardingStrategy) -> nn.Sequential:
     return model
 
 
-def _raise_planned(*_: object) -> None:
+def _end_with_planned(*_: object) -> None:
     raise Planned
 
 
 def _let_backward_fail(module: nn.Module, args: object, output: Tensor) -> None:
-    output.register_hook(_raise_planned)
+    output.register_hook(_end_with_planned)
 
 
 def _drop_in_backward(strategy: ShardingStrategy) -> None:
@@ -48,7 +48,7 @@ def _drop_in_forward(strategy: ShardingStrategy) -> None:
     model = _make_units(strategy)
     model(torch.ones(2, WIDTH, device=device.NAME)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model[1].register_forward_hook(_raise_planned)
+    model[1].register_forward_hook(_end_with_planned)
     with pytest.raises(Planned):
         model(torch.ones(2, WIDTH, device=device.NAME))
 
