@@ -6,8 +6,8 @@ other ranks, or never. So a reduction is issued when its gradients are ready, an
 before it in an order that the ranks agree on have been issued. The handle's `Order` says when that
 is. By default its unit is over: the units' ends are the order, [Note: End of a unit], so it is
 issued at once and never waits. An option derives a class from `Order`, and `runtime/initialization`
-gives it to the units that need it; a backward makes one object of each such class. Without options
-there is none.
+gives it to the units that need it; a backward makes one object of each such class. Under
+`FULL_SHARD` and `SHARD_GRAD_OP` without options there is none.
 
 Where the backend groups calls, as NCCL does, the tree's queue is of a class of
 `launched_reductions`: there the reductions of small units wait for the next ones, at most until the

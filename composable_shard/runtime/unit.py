@@ -61,8 +61,8 @@ class ShardState:
         settings: What the setters have changed.
         before_forward: What an option lets it do before its forwards, if any does.
         order_kinds: Classes of the orders that its handles may have in a backward, besides the
-            default: none without options. Chosen when the ranks are compared; untyped: their
-            modules import this one.
+            default: under `FULL_SHARD` without options none. Chosen when the ranks are compared;
+            untyped: their modules import this one.
         depth: Number of running calls of its modules.
         is_in_pass: A forward of its modules claims its full parameters.
         last_call: Its last graph-recording call.
