@@ -10,7 +10,8 @@ Instead:
 - Work on a side stream begins with a wait for the compute stream. So memory of a side stream that
   compute reads may be freed as soon as that compute has been issued.
 - Memory of the compute stream that a side stream reads is kept until the compute stream has waited
-  for that side stream.
+  for that side stream. A model that is dropped before gives all its memory back, so what is issued
+  after that waits, too.
 
 [Note: Copies and waits]
 A copy between device and pinned host memory runs beside the Python code that starts it. Until it is
@@ -45,6 +46,14 @@ class Streams:
         """Let a side stream, the current one, wait for a work; return the point after that."""
         work.wait()
         return StreamPoint(stream)
+
+    def __del__(self) -> None:
+        """Let the compute stream wait: a model whose step has failed ends with work in flight."""
+        with suppress(Exception):  # at the end of the process there may be no device
+            if not is_capturing(self.reduce_stream.device):
+                current = torch.accelerator.current_stream()
+                current.wait_stream(self.unshard_stream)
+                current.wait_stream(self.reduce_stream)
 
 
 class StreamPoint:

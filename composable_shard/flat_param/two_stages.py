@@ -83,11 +83,11 @@ class TwoStageReduction(FlatReduction):
         )
         return call_hook(*self.settings.comm_hook, stage)
 
-    def advance(self) -> None:
+    def end_first_stage(self) -> None:
         """Wait until the buffer is free; start the second stage.
 
         Without a first stage the buffer is needed until `finish`. On a side stream the second stage
-        has been started.
+        was started with the first.
         """
         if self._buffer_read is not None:
             self._buffer_read.wait()
@@ -118,7 +118,7 @@ class TwoStageReduction(FlatReduction):
         if output is None:
             return None
         if self._done is None:
-            self.advance()
+            self.end_first_stage()
             self._end(output)
         else:
             # After this wait the current stream may reuse the buffers.

@@ -57,7 +57,7 @@ def _arrive(handle_ref: weakref.ref[Any], index: int, param: Tensor) -> None:
     handle = handle_ref()
     if handle is None:
         return
-    if handle.grads.is_direct and handle.grads.pack_further(index, own_gradient(param)):
+    if handle.grads.is_direct and handle.grads.pack_direct(index, own_gradient(param)):
         set_gradient(param, None)
     else:
         handle.on_gradient(handle, index)

@@ -280,9 +280,9 @@ def rounds_on_host() -> None:
                     entry.unsharded.grad = torch.full(entry.spec.shape, value, device=NAME)
                     handle.grads.pack(index, may_overwrite=False)
             handle.grads.issue(
-                context.streams, context.scratch, keep_unsharded=False, is_deferred=False
+                context.streams, context.scratch, keeps_values=False, is_deferred=False
             )
-            handle.grads.finish()
+            handle.grads.add_result()
         handle.grads.publish([True] * len(handle.entries))
 
 

@@ -49,7 +49,7 @@ FEATURES = {
     "flat form": r"shows_flat|flat_slot|Flat(Entry|Slot|Form|Place)|OriginalsAgain|\w+_FLAT|"
     r"FLAT_\w+|use_orig_params|\.flat|"
     r"(\w+_)?(show|hide|set|make)_(flat|originals)(_\w+)?",
-    "pending gradients": r"is_unsynced|marks|PendingGradient|postpone|waits_for_reduction|"
+    "pending gradients": r"is_unsynced|marks|PendingGradient|leave_unsynced|waits_for_reduction|"
     r"((un)?mark|forget|drop|hide|show)_pending(_\w+)?|pending_values|Postponed",
     "scopes": r"(is_)?in_scope|(\w+_)?scope(_params)?|Scope(Params)?|SCOPE(_FLAT)?",
     "buckets": r"(\w+_)?buckets?(_\w+)?|Buckets",
@@ -71,11 +71,13 @@ READING_PATH: dict[str, set[str]] = {
     "runtime/unit.py": set(),
     "runtime/forward.py": set(),
     "runtime/gathers.py": set(),
+    "flat_param/readers.py": set(),
     "flat_param/full_values.py": set(),
     "comm/algorithms.py": set(),
     "flat_param/shown.py": {"scopes", "early hooks"},
     "flat_param/form.py": set(),
     "runtime/backward.py": set(),
+    "flat_param/grad_pieces.py": set(),
     "flat_param/gradients.py": {"pending gradients", "second stage"},
     "runtime/reduction_queue.py": {"second stage"},
     "flat_param/gradient_reduction.py": {"second stage"},
