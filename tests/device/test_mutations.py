@@ -43,6 +43,7 @@ FOUND_BY = {
     "Streams.point_after": "step_of_large_units",
     "_Call": "step",
     "_Point": "step",
+    "_await_dropped": "dropped_in_backward",
     "StreamCopies.copy_to_device": "writes_on_host",
     "StreamCopies.copy_to_host": "step_on_host",
     "StreamCopies.wait_on_device": "rounds_on_host",
