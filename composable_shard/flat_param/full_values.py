@@ -284,9 +284,7 @@ class FullValues:
 
     def _abandon(self, streams: Streams | None) -> None:
         """Free the values after an error or interrupt of `gather`, which may have lost its work."""
-        if self.is_sharded:
-            # The backend may still write into the buffer.
-            collectives.wait_for_interrupted(self.shard.shard_group.group)
+        self.shard.shard_group.wait_for_interrupted()  # the backend may still write
         if streams is not None:
             torch.accelerator.current_stream().wait_stream(streams.unshard_stream)
         self._give_up()

@@ -23,7 +23,6 @@ from composable_shard.comm import (
     Then,
     Waitable,
     call_hook,
-    collectives,
 )
 from composable_shard.layout import FlatLayout
 from composable_shard.options import UnitSettings
@@ -267,8 +266,7 @@ class FlatReduction:
         if self._scatter is not None:
             self._scatter.abandon()
         self._scatter = None
-        if self.shard_group.size > 1:  # an interrupt may have lost a collective
-            collectives.wait_for_interrupted(self.shard_group.group)
+        self.shard_group.wait_for_interrupted()
         if self._read is not None:
             # The stream may read buffers that are about to be reused.
             torch.accelerator.current_stream().wait_stream(self._read[0])

@@ -136,6 +136,4 @@ class TwoStageReduction(FlatReduction):
         if self._all_reduce is not None:
             collectives.abandon(self._all_reduce)
         self._all_reduce = self._buffer_read = None
-        for each in self.shard_group.replicate_groups:
-            collectives.wait_for_interrupted(each)  # an interrupt may have lost a collective
         super().abandon()

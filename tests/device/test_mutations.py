@@ -79,6 +79,7 @@ FOUND_BY = {
 
 # Waits that no program here needs, and why they are there.
 UNFOUND = {
+    "Streams.__del__": "a model is dropped after a step that failed (test_dropped_models.py)",
     "abandon": _NO_STREAMS,
     "FlatReduction.abandon: self._scatter": _NO_STREAMS,
     "TwoStageReduction.abandon: collectives": _NO_STREAMS,
@@ -86,6 +87,7 @@ UNFOUND = {
     "FlatGradients._give_up": "an error or interrupt before the wait, at a chosen line alone",
     "FullValues._abandon": "an error or interrupt while a gather is issued, at a chosen line alone",
     "FullValues.wait: collectives.abandon": "an interrupt of the wait, at a chosen line alone",
+    "Codec.start": "an error or interrupt between two gathers of a class, at a chosen line alone",
     "FullValues.free": _NO_STREAMS,
     "LocalShard.write_slice": "a scope has waited, by copies that block (test_offload.py)",
     "LocalShard.write_edited": "a background save reads the shard",

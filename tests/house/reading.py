@@ -64,7 +64,7 @@ FEATURES = {
 # The files that a newcomer reads, in this order, and the features that each still names: a file
 # that names none must go on doing so, and a feature that has left a file leaves the list too.
 READING_PATH: dict[str, set[str]] = {
-    "construct/forming.py": {"flat form", "buckets", "small group"},
+    "construct/forming.py": {"flat form", "buckets"},
     "construct/build.py": set(),
     "layout/flat_layout.py": set(),
     "flat_param/handle.py": {"pending gradients"},
@@ -102,7 +102,6 @@ OPTION_MODULES = frozenset(
 
 # Which of them each file of the reading path still imports; as with the words, no further one.
 IMPORTED_OPTIONS: dict[str, set[str]] = {
-    "construct/forming.py": {"runtime.reshard_policy"},
     "flat_param/handle.py": {"flat_param.user_hooks"},
     "runtime/reduction_queue.py": {"flat_param.user_hooks"},
     "flat_param/gradient_reduction.py": {"comm.hooks"},
