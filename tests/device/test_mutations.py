@@ -79,7 +79,6 @@ FOUND_BY = {
 
 # Waits that no program here needs, and why they are there.
 UNFOUND = {
-    "Streams.__del__": "a model is dropped after a step that failed (test_dropped_models.py)",
     "abandon": _NO_STREAMS,
     "FlatReduction.abandon: self._scatter": _NO_STREAMS,
     "TwoStageReduction.abandon: collectives": _NO_STREAMS,
