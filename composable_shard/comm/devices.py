@@ -11,7 +11,7 @@ Instead:
   compute reads may be freed as soon as that compute has been issued.
 - Memory of the compute stream that a side stream reads is kept until the compute stream has waited
   for that side stream. A model that is dropped before gives all its memory back, so what is issued
-  after that waits, too.
+  after that waits, too: `make_streams`.
 
 [Note: Copies and waits]
 A copy between device and pinned host memory runs beside the Python code that starts it. Until it is
