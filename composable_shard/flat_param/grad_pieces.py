@@ -264,8 +264,9 @@ def packing_scale(
 
     The last two only where packing does not cast. Else the sum is divided, where the reduction
     ends: `PendingReduction.finish` does it for this rank's part, or NCCL as it adds up (AVG, in
-    `SumAlgorithm`); `FlatReduction.finish` if each rank holds the whole parameter. So is a divide
-    factor that the user has set, less what packing has divided already.
+    `SumAlgorithm`); `FlatReduction.finish` if each rank holds the whole parameter. With two stages
+    it is divided between them, by the number of all ranks. So is a divide factor that the user has
+    set, less what packing has divided already.
 
     Args:
         group: The ranks whose gradients are averaged.

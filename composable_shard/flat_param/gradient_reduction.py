@@ -180,11 +180,12 @@ class FlatReduction:
         stream = streams.reduce_stream
         # [Note: Streams and memory]; the gradients were packed on the current stream.
         stream.wait_stream(torch.accelerator.current_stream())
-        self._read = stream, scratch, self.deferred
+        self._read = stream, scratch, self.deferred  # `buffer` stays until `free_input` anyway
         with stream:
             output = self._issue(buffer, scratch, scale, output)
-            # All that follows is issued now too: `point_after` lets the stream wait, and not this
-            # thread. In a launch it is issued once the launch was.
+            # All that follows is issued now too: `point_after` calls `stages.wait()`, by which the
+            # stream waits and not this thread. In a launch, [Note: Launches], it does so at the end
+            # of that.
             stages = Then((), partial(self._end_on_stream, stream, output))
             self._done = streams.point_after(stream, stages)
         self.output = output

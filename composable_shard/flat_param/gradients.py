@@ -50,8 +50,9 @@ class FlatGradients:
        - In the places of the values, in `full.buffer` and its dtype (`IN_VALUES`), where
          [Note: Packing in place] allows it: with `FULL_SHARD` in most backwards.
        - Else in `_memory.buffer`, in the reduce dtype (`IN_BUFFER`): where values are kept, in a
-         backward that doesn't reduce, in the unit's first backward, after a forward with a new
-         number of nodes, and where dtypes differ and the reduce dtype is not the wider one.
+         backward that doesn't reduce, in the unit's backwards until one has published, after a
+         forward with a new number of nodes, and where dtypes differ and the reduce dtype is not the
+         wider one.
     3. From `issue` on the reduction reads them there (`REDUCING`). If they are in the places of the
        values and the reduce dtype is wider, `issue` casts them into `_memory.buffer` first, and
        frees the values' memory. The result goes to `reduction.output`, this rank's elements alone.
@@ -88,7 +89,8 @@ class FlatGradients:
             reduce this on every rank, even where a rank has dropped the gradients since.
         has_graph: Gradients came with a graph (create_graph), which is not kept.
         marks: (parameter, indices) pairs whose `.grad` is a PendingGradient: `mark_pending` adds
-            them as a backward ends, `unmark_pending` takes them away as the next one begins.
+            them as a backward ends, `unmark_pending` takes them away as the next one begins, and
+            `.grad` is then what was published before, if anything.
         packing: How gradients are packed; None without buffers for them.
         layout: The parameters' layout, in which frozen ones may have no elements.
         pieces: Cuts the reduced shard into the parameters' gradients.

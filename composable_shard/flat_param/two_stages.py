@@ -87,10 +87,10 @@ class TwoStageReduction(FlatReduction):
         return work
 
     def end_first_stage(self) -> None:
-        """Wait until the buffer is free; start the second stage.
+        """Wait until the buffer is free; without side streams start the second stage.
 
         Without a first stage the buffer is needed until `finish`. On a side stream the second stage
-        was started with the first.
+        was issued with the first.
         """
         if self._buffer_read is not None:
             self._buffer_read.wait()

@@ -146,10 +146,11 @@ def recompute(state: ShardState) -> None:
 def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, index: int) -> None:
     """Pack the gradient of parameter `index`; issue reductions that it makes due.
 
-    Called for each gradient in a unit's first backward, and wherever `LATE_GRAPH` is entered. In
-    other backwards of a plain unit it is called for the first gradient alone: `_pack` lets the hook
-    of the others (`_arrive` of flat_param/unsharded_params.py) call `FlatGradients.pack_direct`.
-    The end of the unit starts the reduction.
+    Called for each gradient in a unit's first backward, wherever `LATE_GRAPH` is entered, and of
+    what adds to an earlier microbatch. In other backwards of a plain unit it is called for the
+    first gradient alone: `_pack` lets the hook of the others (`_arrive` of
+    flat_param/unsharded_params.py) call `FlatGradients.pack_direct`. The end of the unit starts the
+    reduction.
     """
     state = state_ref()
     if state is None or state.context is None:

@@ -11,7 +11,7 @@ gives it to the units that need it; a backward makes one object of each such cla
 
 Where the backend groups calls, as NCCL does, the tree's queue is of a class of
 `launched_reductions`: there the reductions of small units wait for the next ones, at most until the
-backward ends, and are issued as one. All else is as here.
+backward ends, and are issued as one, [Note: Launched reductions]. All else is as here.
 
 A nested backward, as reentrant checkpoints run it, may bring a gradient after its handle was
 reduced, on some ranks only. Where that can be, the flags at the end of the backward show it

@@ -43,6 +43,7 @@ FOUND_BY = {
     "Streams.point_after": "step_of_large_units",
     "_Call": "step",
     "_Point": "step",
+    "_await_dropped": "dropped_in_backward",
     "StreamCopies.copy_to_device": "writes_on_host",
     "StreamCopies.copy_to_host": "step_on_host",
     "StreamCopies.wait_on_device": "rounds_on_host",
@@ -78,7 +79,6 @@ FOUND_BY = {
 
 # Waits that no program here needs, and why they are there.
 UNFOUND = {
-    "Streams.__del__": "a model is dropped after a step that failed (test_dropped_models.py)",
     "abandon": _NO_STREAMS,
     "FlatReduction.abandon: self._scatter": _NO_STREAMS,
     "TwoStageReduction.abandon: collectives": _NO_STREAMS,
