@@ -126,7 +126,7 @@ REACHED = {
     "files of scopes": 8,
     "files of buckets": 6,
     "files of second stage": 9,
-    "options that the reading path imports": 3,
+    "options that the reading path imports": 2,
 }
 
 _TORCHS_OWN = "FSDPModule"  # has as many methods as torch's class of that name
