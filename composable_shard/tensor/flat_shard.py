@@ -426,6 +426,20 @@ def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
     return shard
 
 
+def new_parameter(
+    kind: type[FlatShard],
+    local: Tensor,
+    spec: ShardSpec,
+    guard: WriteGuard,
+    *,
+    requires_grad: bool,
+) -> FlatShard:
+    """Return the shard that `nn.Parameter` would make of one, which it would `detach` first."""
+    shard = kind(local, spec, guard=guard, requires_grad=requires_grad)
+    shard.__dict__["_is_param"] = True
+    return shard
+
+
 def rebind(shard: FlatShard, local: Tensor, spec: ShardSpec, guard: WriteGuard | None) -> None:
     """Let a shard of the same dtype and device hold other data."""
     shard._local, shard._shard_spec, shard._guard = local, spec, guard
