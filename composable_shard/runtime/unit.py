@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -78,6 +79,7 @@ class ShardState:
         borrowed: list[FlatParamHandle],
         *,
         before_forward: BeforeForward | None,
+        inside: Iterable[nn.Module],
     ) -> None:
         self.name = type(modules[0]).__name__
         self.options = options
@@ -90,9 +92,7 @@ class ShardState:
         self._find_orders: OrderChoice = _no_orders
         self.change(reshard_after_forward=options.reshard_after_forward)
         self.before_forward = before_forward
-        parts = [part for module in modules for part in module.modules()]
-        hooks = [each for part in parts for each in backward_hooks_of(part)]
-        self.inspection = Inspection(hooks)
+        self.inspection = Inspection(list(chain.from_iterable(map(backward_hooks_of, inside))))
         self.num_modules = self.modules_to_run = len(modules)
         self.training_state = TrainingState.IDLE
         self.is_in_pass = False
