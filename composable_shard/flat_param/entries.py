@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -48,11 +49,10 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 def zero_gaps(shard: Tensor, layout: FlatLayout, rank: int) -> None:
     """Set the gaps between parameters in a rank's shard to zero, because they count in norms."""
-    position = 0
-    for index, numel in enumerate(layout.piece_numels(rank)):
-        if numel and index % 2 == 0:  # most gaps are empty
-            shard[position : position + numel].zero_()
-        position += numel
+    sizes = layout.piece_numels(rank)
+    for end, numel in zip([*accumulate(sizes)][::2], sizes[::2], strict=True):
+        if numel:  # most gaps are empty
+            shard[end - numel : end].zero_()
 
 
 def zero_padding(full: Tensor, layout: FlatLayout) -> None:

@@ -34,7 +34,6 @@ from composable_shard.tensor import (
     ShardSpec,
     UnitLabel,
     WriteGuard,
-    new_parameter,
     step_hooks,
 )
 from composable_shard.torch_private import (
@@ -91,7 +90,7 @@ class FlatParamHandle:
     ) -> None:
         """Allocate the shard and copy this rank's part of `params` into it; changes no module.
 
-        The tensors are dense (local ones of DTensors) and no parameters, on one device, and of one
+        The tensors are dense (local ones of DTensors), without a graph, on one device, and of one
         dtype unless the precision has a main dtype.
         """
         self.memory = memory
@@ -105,18 +104,16 @@ class FlatParamHandle:
         self.granularities = tuple(granularities)
         self.entries: list[ParamEntry] = []
         self._reset(OriginalForm())
-        device = params[0].device
-        if device.type != "meta":
-            device = shard_group.device
+        device = params[0].device if params[0].is_meta else shard_group.device
         main_dtype = memory.precision.main_dtype or params[0].dtype
         self.shard, self.full = self.memory.allocate(layout, self.guard, main_dtype, device)
         self.full.label = self.grads.reduction.label = self.label
         # Not as views of the shard, on each of which autograd's notes are 290 bytes.
-        parts = self.grads.pieces.split(self.shard.values)
+        parts, guard = self.grads.pieces.split(self.shard.values), self.guard
         for param, spec, part in zip(params, specs, parts, strict=True):
             part.copy_(spec.slice(param))
             kind = FlatShardOfDTensor if spec.is_shown_as_dtensor else FlatShard
-            sharded = new_parameter(kind, part, spec, self.guard, requires_grad=requires_grad)
+            sharded = kind(part, spec, guard=guard, requires_grad=requires_grad, is_param=True)
             self.entries.append(ParamEntry(sharded, spec, shard_view=part))
 
     def _reset(self, form: OriginalForm) -> None:

@@ -32,9 +32,8 @@ def first_names(
 def rename(modules: Sequence[tuple[str, nn.Module]]) -> None:
     """Name all units in a module as seen from it, for messages, and parameters of those inside.
 
-    Args:
-        modules: What `named_modules()` of a new unit's module returns. The new unit's parameters
-            have their names.
+    `modules` is what `named_modules()` of a new unit's module returns, whose own parameters have
+    their names.
     """
     named: dict[ShardState, str] = {}
     for name, child in modules:

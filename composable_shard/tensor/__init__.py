@@ -20,7 +20,6 @@ from composable_shard.tensor.flat_shard import (
     is_owned_by_other_rank,
     is_trainable,
     kind_of,
-    new_parameter,
     own_gradient,
     rebind,
     set_gradient,
