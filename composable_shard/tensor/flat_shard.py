@@ -423,9 +423,10 @@ def lead(shard: FlatShard) -> FlatShard:
 
 def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
     """Return `FlatShard(local, spec)`; for results of ops, where every microsecond counts."""
-    dtype, device, stride = local.dtype, local.device, spec.wrapper_stride
+    shape, stride = spec.wrapper
+    dtype, device = local.dtype, local.device
     shard: FlatShard = make_wrapper(
-        FlatShard, spec.shape, stride, None, None, dtype, torch.strided, device
+        FlatShard, shape, stride, None, None, dtype, torch.strided, device
     )
     # One assignment: each assignment to an attribute of a tensor costs time.
     shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}
