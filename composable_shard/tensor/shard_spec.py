@@ -43,7 +43,7 @@ class ShardSpec:
         local_range: This rank's half-open range of the dense tensor's elements.
         region: This rank's elements in the logical tensor, [Note: Regions].
         stride: Stride of the logical tensor.
-        wrapper: `shape` and `stride`; None for a row-major stride: torch makes such wrappers faster.
+        wrapper: `shape` and `stride`; None for a row-major stride, as torch is faster then.
         views: Specs of views, and where they begin in this rank's slice, by the call of a view op.
     """
 
