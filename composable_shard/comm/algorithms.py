@@ -212,7 +212,7 @@ class AllGather:
             what = f"the {when} gather of {self._name}" if when else str(self._name)
             identity = identify(what, "all_gather", self._nbytes, is_of_step=bool(when))
             self._identities[when] = identity
-        order = self._order  # as `note` does, without a call
+        order = self._order  # of the group's collectives; as its `note` does, without a call
         if len(order.issued) > MAX_ISSUED:
             order.fold()
         order.issued.append(identity)
@@ -409,7 +409,7 @@ class ReduceScatter:
             what = f"the reduction of {unit}"
             identity = identify(what, "reduce_scatter", nbytes, is_of_step=True)
             self._identities[key] = identity
-        order = self._order  # as `note` does, without a call
+        order = self._order  # of the group's collectives; as its `note` does, without a call
         if len(order.issued) > MAX_ISSUED:
             order.fold()
         order.issued.append(identity)

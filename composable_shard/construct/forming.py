@@ -36,10 +36,8 @@ from composable_shard.options import (
 )
 from composable_shard.runtime import (
     ShardState,
-    apply_policy,
     attach_state,
     join_owners,
-    make_small_group,
     new_context,
     read_state,
     rename,
@@ -189,7 +187,7 @@ def form_unit(
     """
     shard_group = find_shard_group(options)
     plan = plan_unit(modules, options, shard_group.size, shard_group)
-    make_small_group(shard_group, plan.reshard_after_forward)
+    plan.choose_policy(shard_group)
     if options.separate_reduce_group:
         shard_group = shard_group.with_reduce_group()
     # Tensors made inside inference mode, or kept from it, could not be trained or written.
@@ -214,7 +212,7 @@ def _form(
     steps = remember(plan, inner, owns=owns)
     undo.callback(run_backwards, steps)
     state = build_state(plan, built, shard_group, steps)
-    apply_policy(state, plan.reshard_after_forward)
+    plan.policy.apply(state)
     register_boundaries(plan.kept_modules)
     for root in modules:
         attach_state(root, state)

@@ -79,7 +79,7 @@ class ParamEntry:
         return self.spec.label
 
     def slice_of(self, shard: Tensor) -> Tensor:
-        """Return the parameter's part of a tensor of shape `(layout.shard_numel,)`, a view."""
+        """Return the parameter's part of a tensor of shape `(own_numel,)`, a view."""
         spec = self.spec
         if spec.index is None:
             start, end = spec.local_range

@@ -23,7 +23,6 @@ from composable_shard.comm import (
     Then,
     Waitable,
     call_hook,
-    collectives,
 )
 from composable_shard.layout import FlatLayout
 from composable_shard.options import UnitSettings
@@ -66,6 +65,11 @@ class ScratchPool:
 class FlatReduction:
     """The reduction of one flat gradient, over the ranks that share the flat parameter.
 
+    `start` issues the reduce-scatter, `end_first_stage` or `finish` waits for it; `deferred` stays
+    None. `TwoStageReduction` overrides what follows: the all-reduce is issued where the first stage
+    ends (on a side stream: together with it), and `finish` waits for both. If it is postponed,
+    `finish` adds the shard to `deferred` and returns None.
+
     Attributes:
         has_second_stage: Whether ranks hold copies of the shard, [Note: Two stages].
         shard_group: The ranks that share the flat parameter, and the ranks that hold copies.
@@ -73,10 +77,10 @@ class FlatReduction:
         settings: The unit's, for the divisor and the comm hook. [Note: Comm hooks]
         main_dtype: Dtype of `deferred`, and of results that need no further reduction.
         output_dtype: Dtype in which the ranks' terms are added up.
-        own_numel: Elements of this rank's shard.
+        own_numel: Elements of this rank's shard: `layout.shard_numel` where shards are even.
         nbytes: Of the buffers that it reduces.
-        output: Shape `(shard_numel,)`: output of the reduction in flight; None without one.
-        deferred: Shape `(shard_numel,)`, reduce-scattered; a second stage is postponed.
+        output: Shape `(own_numel,)`: output of the reduction in flight; None without one.
+        deferred: Shape `(own_numel,)`, reduce-scattered; a second stage is postponed.
     """
 
     has_second_stage = False
@@ -95,7 +99,9 @@ class FlatReduction:
         self._reduce_scatter: ReduceScatter | None = None  # where several ranks share
         self._scatter: PendingReduction | None = None  # in flight
         self.output: Tensor | None = None
-        self._scale = 1.0  # of the output, where no reduce-scatter has scaled it
+        # For the output, if each rank holds the whole parameter: a reduce-scatter applies the scale
+        # that it was started with itself.
+        self._scale = 1.0
         self._is_deferred = False
         # On a side stream: the point at which the result is complete, and the stream with the
         # memory that it reads until then.
@@ -154,9 +160,9 @@ class FlatReduction:
 
         Args:
             buffer: Shape `(padded_numel,)`, packed on the current stream.
-            scratch: Memory of the size in `scratch_parts`; None if a comm hook reduces.
+            scratch: Memory of the size in `scratch_parts`; None for none, and for a comm hook.
             streams: The side streams of an accelerator.
-            output: Shape `(shard_numel,)`, where the result goes: this rank's part of `buffer`, or
+            output: Shape `(own_numel,)`, where the result goes: this rank's part of `buffer`, or
                 memory of the main dtype. None for new memory.
             prescale: Factor by which the gradients were multiplied already.
             is_deferred: Whether to postpone the second stage, if there is one.
@@ -169,9 +175,12 @@ class FlatReduction:
         stream = streams.reduce_stream
         # [Note: Streams and memory]; the gradients were packed on the current stream.
         stream.wait_stream(torch.accelerator.current_stream())
-        self._read = stream, scratch, self.deferred
+        self._read = stream, scratch, self.deferred  # `buffer` stays until `free_input` anyway
         with stream:
             output = self._issue(buffer, scratch, scale, output)
+            # All that follows is issued now too: `point_after` calls `stages.wait()`, by which the
+            # stream waits and not this thread. In a launch, [Note: Launches], it does so at the end
+            # of that.
             stages = Then((), partial(self._end_on_stream, stream, output))
             self._done = streams.point_after(stream, stages)
         self.output = output
@@ -229,7 +238,7 @@ class FlatReduction:
         self._scatter = None  # last: an interrupted one is abandoned before memory is freed
         return output
 
-    def advance(self) -> None:
+    def end_first_stage(self) -> None:
         """Wait until the buffer is free; without a second stage the result is complete then."""
         self._end_scatter()
 
@@ -258,8 +267,7 @@ class FlatReduction:
         if self._scatter is not None:
             self._scatter.abandon()
         self._scatter = None
-        if self.shard_group.size > 1:  # an interrupt may have lost a collective
-            collectives.wait_for_interrupted(self.shard_group.group)
+        self.shard_group.wait_for_interrupted()
         if self._read is not None:
             # The stream may read buffers that are about to be reused.
             torch.accelerator.current_stream().wait_stream(self._read[0])

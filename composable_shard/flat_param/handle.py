@@ -70,7 +70,7 @@ class FlatParamHandle:
         initial: Checksums of the values that `fully_shard` found, until the ranks are compared.
         has_fixed_owners: Whether the owners of whole parameters are final.
         is_attached: The unsharded parameters and their hooks exist.
-        on_gradient: Called for the first gradient of a round at least, see `attach`.
+        on_gradient: Called for gradients that `grads.pack_direct` doesn't take, see `attach`.
         drop_gradient: Called for each gradient that the user drops, see `attach`.
         keep_gradients: Called for gradients that the user may have set, see `attach`.
         is_sharded: False if each rank holds everything: then nothing is gathered.
@@ -144,7 +144,7 @@ class FlatParamHandle:
 
     @property
     def local_shard(self) -> Tensor:
-        """This rank's shard, shape `(layout.shard_numel,)`."""
+        """This rank's shard, shape `(own_numel,)`: its elements in `layout.shard_range`."""
         return self.shard.values
 
     @property
@@ -253,7 +253,7 @@ class FlatParamHandle:
         Args:
             on_gradient: Called as `on_gradient(handle, index)` when the full gradient of a
                 parameter has been accumulated, in the thread that runs the backward; not for those
-                that `grads.pack_further` takes, most of them.
+                that `grads.pack_direct` takes: all but the first of a round in most backwards.
             drop_gradient: Called likewise when the user drops the gradient of a full parameter.
             keep_gradients: Called where the user may have set gradients of full parameters.
         """
@@ -291,6 +291,7 @@ class FlatParamHandle:
         before = self.grads
         layout = _gradient_layout(self)
         self.grads = before if layout == before.layout else in_layout(layout, before)
+        # The policy's `reduce_dtype`; by default the dtype of compute.
         dtype = self.memory.precision.reduces_in(self.shard.values.dtype)
         self.grads.bind(self.full, dtype, is_pinned=self.memory.is_pinned, before=before)
 
@@ -353,7 +354,7 @@ class FlatParamHandle:
         is_fit = self.grads.packing is not None and _gradient_layout(self) == self.grads.layout
         if self.requires_grad and not is_fit:
             with torch.inference_mode(False), torch.no_grad():
-                self.grads.finish()
+                self.grads.add_result()
                 self.grads.move_out()
                 self._bind_gradients()
         if self.grads.is_persistent and not self.requires_grad and not self.grads.is_unsynced:
@@ -416,7 +417,7 @@ class FlatParamHandle:
             return
         if full.state is HOLDS_GRADIENTS or full.state is IS_SCRATCH:
             # Another use in this backward needs the values while their storage serves a reduction.
-            self.grads.finish()
+            self.grads.add_result()
             self.grads.move_out()
         full.gather(streams, when)
 

@@ -83,11 +83,11 @@ class TwoStageReduction(FlatReduction):
         )
         return call_hook(*self.settings.comm_hook, stage)
 
-    def advance(self) -> None:
-        """Wait until the buffer is free; start the second stage.
+    def end_first_stage(self) -> None:
+        """Wait until the buffer is free; without side streams start the second stage.
 
         Without a first stage the buffer is needed until `finish`. On a side stream the second stage
-        has been started.
+        was issued with the first.
         """
         if self._buffer_read is not None:
             self._buffer_read.wait()
@@ -118,7 +118,7 @@ class TwoStageReduction(FlatReduction):
         if output is None:
             return None
         if self._done is None:
-            self.advance()
+            self.end_first_stage()
             self._end(output)
         else:
             # After this wait the current stream may reuse the buffers.
@@ -136,6 +136,4 @@ class TwoStageReduction(FlatReduction):
         if self._all_reduce is not None:
             collectives.abandon(self._all_reduce)
         self._all_reduce = self._buffer_read = None
-        for each in self.shard_group.replicate_groups:
-            collectives.wait_for_interrupted(each)  # an interrupt may have lost a collective
         super().abandon()

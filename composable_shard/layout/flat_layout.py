@@ -176,7 +176,7 @@ class FlatLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of a shard; if shards are uneven, of the largest one."""
+        """Elements of a shard; if shards are uneven, of the largest one: no rank's shape then."""
         return self.span // self.world_size if self.is_even else max(self.shard_numels)
 
     @cached_property

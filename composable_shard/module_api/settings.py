@@ -19,8 +19,8 @@ from composable_shard.options import (
     check_reshard_after_forward,
 )
 from composable_shard.runtime import (
+    ReshardPolicy,
     ShardState,
-    apply_policy,
     check_is_idle,
     compare_setting,
     select_states,
@@ -146,9 +146,9 @@ def set_reshard_after_forward(
     freeing = [state for state in states if state.options.strategy.facts.frees_params]
     is_new = any(state.settings.reshard_after_forward != flag for state in freeing)
     compare_setting(states, f"set_reshard_after_forward({flag})", is_new)
-    for state in states:
+    for state in freeing:
         for handle in state.handles[:1]:  # all handles of a unit have one shard group
-            apply_policy(state, checked[handle.shard_group.size])
+            ReshardPolicy(checked[handle.shard_group.size], handle.shard_group).apply(state)
 
 
 def set_reshard_after_backward(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:

@@ -214,13 +214,19 @@ class FlatShard(RowCheckpointable):
         return self
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Register a hook: on a unit's parameter it sees this rank's full, unreduced gradient."""
+        """Register a hook: on a unit's parameter it sees this rank's full, unreduced gradient.
+
+        If it raises, the backward ends there and publishes no gradient.
+        """
         if self._guard is not None:
             self._guard.set_new_attributes(True)
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Register a hook: on a unit's parameter it sees the reduced gradient."""
+        """Register a hook: on a unit's parameter it sees the reduced gradient.
+
+        If it raises, the backward does so at its end, with all gradients published.
+        """
         if self._guard is not None:
             self._guard.set_new_attributes(True)
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
