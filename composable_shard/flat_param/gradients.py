@@ -274,7 +274,7 @@ class FlatGradients:
         """Pack a parameter's gradient into its place, or return False: `pack` must be called."""
         places, packing = self.places, self.packing
         # `arrived` already: perhaps in an earlier microbatch. `pack` adds to it.
-        if not self.is_direct or places is None or packing is None or self.arrived[index]:
+        if places is None or packing is None or self.arrived[index]:
             return False
         with DisableTorchFunctionSubclass():  # [Note: Many getters]
             gradient = own_gradient(param)

@@ -57,7 +57,7 @@ def _arrive(handle_ref: weakref.ref[Any], index: int, param: Tensor) -> None:
     handle = handle_ref()
     if handle is None:
         return
-    if not handle.grads.pack_direct(index, param):
+    if not (handle.grads.is_direct and handle.grads.pack_direct(index, param)):
         handle.on_gradient(handle, index)
 
 
