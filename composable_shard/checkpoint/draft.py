@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.checkpoint.file_format import (
@@ -32,10 +32,9 @@ from composable_shard.checkpoint.file_format import (
 )
 from composable_shard.layout import Region, whole_box
 from composable_shard.state_dict import (
-    canonical,
+    ParamNames,
     json_tree,
     mesh_groups,
-    params_by_fqn,
 )
 from composable_shard.tensor import FlatShard, local_part, region_of
 
@@ -53,8 +52,8 @@ _LEVELS = {
 class ModelOwners:
     """Which process groups share the tensors of a model. [Note: Owners]"""
 
-    def __init__(self, model: nn.Module) -> None:
-        params = params_by_fqn(model)
+    def __init__(self, names: ParamNames) -> None:
+        params = names.managed
         # Once for each handle: a name takes the numbers of all ranks.
         handles = dict.fromkeys(param.handle for param in params.values())
         named = {handle: _name_groups(mesh_groups([handle])) for handle in handles}
@@ -62,7 +61,7 @@ class ModelOwners:
         groups = dict.fromkeys(name for names in self._params.values() for name in names)
         # Not the names of the groups: that two groups share a model joins none of its parameters.
         self._model = tuple(f"model {name}" for name in groups) or ("any model",)
-        self._unmanaged = {canonical(n) for n, _ in model.named_parameters()} - self._params.keys()
+        self._unmanaged = names.shown.keys() - params.keys()
 
     def of(self, fqn: str, value: Any) -> Owners:
         """Return the owners of a parameter or buffer, or of what belongs to it."""

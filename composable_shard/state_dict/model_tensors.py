@@ -125,6 +125,25 @@ def params_by_fqn(model: nn.Module) -> dict[str, ManagedParam]:
     return {fqn: param for _, fqn, param in _named_params(model, None)}
 
 
+@dataclass(frozen=True)
+class ParamNames:
+    """The parameters of a model by canonical name, for a caller that needs them several times."""
+
+    managed: dict[str, ManagedParam]  # as `params_by_fqn` returns them
+    shown: dict[str, Tensor]  # what modules show, a tied one under its first name
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ParamNames:
+        """Find them."""
+        shown: dict[int, tuple[str, Tensor]] = {}
+        for prefix, child in _named_modules(model):
+            short = canonical(prefix)
+            for key, param in parameters_of(child).items():
+                if param is not None and id(param) not in shown:
+                    shown[id(param)] = f"{short}{key}", param
+        return cls(params_by_fqn(model), dict(shown.values()))
+
+
 def _named_params(
     module: nn.Module, around: ShardState | None
 ) -> list[tuple[str, str, ManagedParam]]:
