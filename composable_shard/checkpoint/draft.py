@@ -77,19 +77,14 @@ class ModelOwners:
         return {name: self.of(fqn, tensors[name]) for fqn, name in named if name is not None}
 
     def of_optimizer(
-        self, tree: dict[str, Any], tensors: dict[str, Tensor], cuts: Mapping[str, str]
+        self, tensors: dict[str, Tensor], fqns: Mapping[str, str]
     ) -> dict[str, Owners]:
         """Return the owners of an encoded optimizer's tensors, tensors in its options included.
 
-        `cuts` has the FQN of the parameter that a shard is cut like, by the tensor's name.
+        `fqns` has the parameter that a tensor is state of, or is cut like, by the tensor's name.
         """
         found = dict.fromkeys(tensors, self._model)
-        for fqn, state in tree["state"].items():
-            for name in json_tree.tensor_names(state):
-                found[name] = self.of(fqn, tensors[name])
-        for name, fqn in cuts.items():
-            found[name] = self.of(fqn, tensors[name])
-        return found
+        return found | {name: self.of(fqn, tensors[name]) for name, fqn in fqns.items()}
 
 
 def _name_groups(groups: Iterable[dist.ProcessGroup]) -> Owners:

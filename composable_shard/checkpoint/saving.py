@@ -124,9 +124,14 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             encoded = json_tree.encode(state, _prefix("optimizer", name), own)
             tree["optimizer"][name] = encoded
             tensors |= own
-            homes = _find_homes(cuts, encoded, own)
+            fqns = {
+                each: fqn
+                for fqn, entries in encoded["state"].items()
+                for each in json_tree.tensor_names(entries)
+            }
+            homes = _find_homes(cuts, fqns, own)
             tree["optimizer_cuts"][name] = homes
-            owners |= model_owners.of_optimizer(encoded, own, homes)
+            owners |= model_owners.of_optimizer(own, {**fqns, **homes})
         items = list_items(tensors, owners)
     plan = plan_save(group, step, tree, items, SaveArguments(os.fspath(path), keep_last, async_op))
     if not async_op:
@@ -159,18 +164,20 @@ def _save_in_background(group: HostGroup, plan: SavePlan, keep_last: int | None)
         raise
 
 
-def _find_homes(cuts: Cuts, encoded: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the FQN of the parameter that a shard is cut like, unless it is state of that one."""
-    own = {
-        name: fqn for fqn, each in encoded["state"].items() for name in json_tree.tensor_names(each)
-    }
+def _find_homes(
+    cuts: Cuts, fqns: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """Return the FQN of the parameter that a shard is cut like, unless it is state of that one.
+
+    `fqns` has the parameter that a tensor is state of, by the tensor's name.
+    """
     shards = {name: value for name, value in tensors.items() if isinstance(value, FlatShard)}
-    homes = {name: cuts.find(shard, own.get(name)) for name, shard in shards.items()}
-    return {
-        name: fqn
-        for name, fqn in homes.items()
-        if fqn is not None and not cuts.is_own(shards[name], own.get(name, ""))
+    homes = {
+        name: cuts.find(shard, fqns.get(name))
+        for name, shard in shards.items()
+        if not cuts.is_own(shard, fqns.get(name, ""))
     }
+    return {name: fqn for name, fqn in homes.items() if fqn is not None}
 
 
 def _check_arguments(step: int, keep_last: int | None) -> None:
@@ -210,7 +217,7 @@ def _describe_extra(
     """
     found: dict[str, Tensor] = {}
     encoded = json_tree.encode(extra, "extra", found)
-    homes = _find_homes(cuts, {"state": {}}, found)
+    homes = _find_homes(cuts, {}, found)
     if rank:
         plain = [name for name, x in found.items() if not isinstance(x, FlatShard | DTensor)]
         for name in plain:

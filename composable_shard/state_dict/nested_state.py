@@ -70,6 +70,8 @@ class Cuts:
         if not isinstance(value, FlatShard):
             return True
         spec = self.specs.get(fqn)
+        if value._shard_spec is spec:  # of most
+            return True
         if len(parts_of(value)) > 1:
             return False
         if spec is None:  # a plain parameter, which takes whole values
@@ -77,6 +79,12 @@ class Cuts:
         found = self.find(value, fqn)
         is_other = found is None and self._takes_others
         return (found == fqn and value.shape == spec.shape) or is_other
+
+    def others(self, state: Mapping[Any, Any], fqn: str) -> set[Any]:
+        """Return the names of those values of a parameter's state that are not its own."""
+        spec = self.specs.get(fqn)
+        shards = ((k, v) for k, v in state.items() if isinstance(v, FlatShard))
+        return {k for k, v in shards if v._shard_spec is not spec and not self.is_own(v, fqn)}
 
     def place(self, states: States) -> States:
         """Move the shards in flat state to the parameters that they are cut like.
@@ -86,8 +94,9 @@ class Cuts:
         """
         placed: States = {fqn: {} for fqn in states}
         for fqn, state in states.items():
+            others = self.others(state, fqn)
             for name, value in state.items():
-                if self.is_own(value, fqn):
+                if name not in others:
                     placed[fqn][name] = value
                     continue
                 home = self.find(value, fqn)
@@ -138,11 +147,14 @@ def flatten(state: Mapping[Any, Any], label: str, cuts: Cuts) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     odd: dict[Any, Any] = {}
-    for name, value in ((name, told(value)) for name, value in state.items()):
-        for each in named_tuples_in(value):
-            raise NotImplementedError(_problem(name, label, each))
+    others = cuts.others(state, label)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            value = told(value)
+            for each in named_tuples_in(value):
+                raise NotImplementedError(_problem(name, label, each))
         is_leaf = isinstance(name, str) and isinstance(value, _LEAVES)
-        if is_leaf and cuts.is_own(value, label):
+        if is_leaf and name not in others:
             flat[name] = value
         else:
             odd[name] = value
