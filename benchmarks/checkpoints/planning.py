@@ -27,6 +27,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -252,7 +253,7 @@ class SavedByMany:
             i for i in described if not i.is_own and (rank == 0 or i.is_shard) and i.region.numel
         ]
         return [
-            Item(i.name.replace(_UNIT, f"{unit}.params."), i.region, i.shape, i.values, None)
+            replace(i, name=i.name.replace(_UNIT, f"{unit}.params."), owners=None)
             for unit in range(self.num_units)
             for i in held
         ]

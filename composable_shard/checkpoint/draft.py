@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -100,18 +100,10 @@ class Item:
     name: str
     region: Region
     shape: torch.Size
-    values: Tensor  # the tensor itself
+    values: Tensor  # the tensor itself, then a copy
     owners: Owners | None  # None: rank 0's, or the lowest rank's, is saved
-
-    @property
-    def is_shard(self) -> bool:
-        """Whether other ranks hold other elements; else the first rank's copy is saved."""
-        return isinstance(self.values, FlatShard | DTensor)
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this rank alone has it under this name, or rank 0's counts: no parameter's."""
-        return self.name.partition("/")[0] in ("rng", "extra") and not self.is_shard
+    is_shard: bool  # whether other ranks hold other elements; else the first rank's copy is saved
+    is_own: bool  # whether this rank alone has it under this name, or rank 0's counts
 
     @property
     def sample(self) -> list[Any]:
@@ -177,11 +169,12 @@ class Description:
 
 def list_items(tensors: dict[str, Tensor], owners: Mapping[str, Owners]) -> list[Item]:
     """Return this rank's region of each tensor, those of its own last."""
-    items = [
-        Item(name, region_of(tensor), tensor.shape, tensor, owners.get(name))
-        for name, tensor in tensors.items()
-    ]
-    return sorted(items, key=lambda item: item.is_own)
+    items: list[Item] = []
+    for name, tensor in tensors.items():
+        is_shard, owner = isinstance(tensor, FlatShard | DTensor), owners.get(name)
+        is_own = not is_shard and name.partition("/")[0] in ("rng", "extra")  # no parameter's
+        items.append(Item(name, region_of(tensor), tensor.shape, tensor, owner, is_shard, is_own))
+    return sorted(items, key=attrgetter("is_own"))
 
 
 @dataclass
@@ -396,19 +389,19 @@ def share_pieces(draft: Draft) -> list[list[int]]:
             )
     chosen: list[list[int]] = [[] for _ in range(draft.world_size)]
     loads = [0] * draft.world_size
-
-    def nbytes(piece: _Piece) -> int:
-        name, _, start, end = piece
-        dtype: torch.dtype = getattr(torch, tensors[name]["dtype"])
-        return int((end - start) * dtype.itemsize)
-
+    itemsizes = {name: getattr(torch, each["dtype"]).itemsize for name, each in tensors.items()}
     places: dict[str, list[tuple[Any, ...]]] = {name: [] for name in tensors}
     # Pieces that only one rank holds come first.
-    for piece in sorted(holders, key=lambda piece: (len(holders[piece]) > 1, -nbytes(piece))):
-        rank, index = min(holders[piece], key=lambda holder: (loads[holder[0]], holder))
-        loads[rank] += nbytes(piece)
+    ordered = sorted(
+        (len(found) > 1, (piece[2] - piece[3]) * itemsizes[piece[0]], number, piece)
+        for number, (piece, found) in enumerate(holders.items())
+    )
+    for is_shared, minus_nbytes, _, piece in ordered:
+        found = holders[piece]
+        rank, index = min((loads[each[0]], each) for each in found)[1] if is_shared else found[0]
+        loads[rank] -= minus_nbytes
         chosen[rank].append(index)
         places[piece[0]].append((*piece[1:], rank))
-    for name, found in places.items():
-        tensors[name]["pieces"] = join_pieces(torch.Size(tensors[name]["shape"]), found)
+    for name, pieces in places.items():
+        tensors[name]["pieces"] = join_pieces(torch.Size(tensors[name]["shape"]), pieces)
     return [sorted(indices) for indices in chosen]

@@ -156,8 +156,8 @@ def select_states(module: nn.Module, recurse: bool) -> list[ShardState]:
 
 def tensor_groups(handles: Iterable[FlatParamHandle]) -> list[dist.ProcessGroup]:
     """Return the process groups of all axes of parameters' tensor-parallel meshes, each once."""
-    placed = (entry.spec.tensor_parallel for handle in handles for entry in handle.entries)
-    meshes = dict.fromkeys(each[0] for each in placed if each is not None)
+    placed = [entry.spec.tensor_parallel for handle in handles for entry in handle.entries]
+    meshes = dict.fromkeys([each[0] for each in placed if each is not None])
     return [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
 
 

@@ -89,10 +89,11 @@ def _encode_sequence(value: Any, path: str, tensors: dict[str, Any]) -> Any:
         item if type(item) in _AS_THEY_ARE else encode(item, f"{path}/{n}", tensors)
         for n, item in enumerate(items)
     ]
+    if isinstance(value, list):
+        return encoded
     if isinstance(value, deque):
         return {"__deque__": [value.maxlen, encoded]}
-    mark = next((m for m, kind in _SEQUENCES.items() if isinstance(value, kind)), None)
-    return encoded if mark is None else {mark: encoded}
+    return {next(m for m, kind in _SEQUENCES.items() if isinstance(value, kind)): encoded}
 
 
 def _check_has_elements(value: Tensor, path: str) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -53,9 +54,15 @@ class Cuts:
     def __init__(self, specs: Mapping[str, ShardSpec], *, takes_others: bool = False) -> None:
         self.specs = specs
         self._takes_others = takes_others
-        self._fqns = {spec: fqn for fqn, spec in specs.items()}
-        ranges = ((_range_of(spec), fqn) for fqn, spec in specs.items())
-        self._by_range = {key: fqn for key, fqn in ranges if key is not None}
+
+    @cached_property
+    def _fqns(self) -> dict[ShardSpec, str]:
+        return {spec: fqn for fqn, spec in self.specs.items()}
+
+    @cached_property
+    def _by_range(self) -> dict[tuple[Any, ...], str]:
+        ranges = ((_range_of(spec), fqn) for fqn, spec in self.specs.items())
+        return {key: fqn for key, fqn in ranges if key is not None}
 
     def find(self, shard: FlatShard, own: str | None = None) -> str | None:
         """Return the FQN of a parameter whose elements, and no others, a shard has; `own` first."""
