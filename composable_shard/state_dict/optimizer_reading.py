@@ -61,8 +61,8 @@ def get_optimizer_state_dict(
     The form is `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}`, as
     for a plain optimizer of the full model. State of a parameter's shape is a FlatShard that shares
     memory with the optimizer's. With `full_state_dict` it is a whole plain tensor, for one
-    all-gather for each flat parameter and kind of state. Parameters without state are left out. Two
-    all-gathers of 31 bytes for each process group compare the ranks.
+    all-gather for each flat parameter and kind of state. Parameters without state are left out. One
+    all-gather of 31 bytes for each process group compares the ranks.
 
     Args:
         model: The model that the optimizers were built for.
@@ -111,13 +111,17 @@ def _read(
 ) -> dict[str, Any]:
     if options.full_state_dict and options.rank0_only:
         ranks.check_one_is_first()
-    with ranks.agreed():
-        groups = view()
+    groups: list[Group] = []
+    states: States = {}
+
+    def read() -> list[Any]:
+        groups.extend(view())
         found = read_states(groups)
         order = [fqn for group in groups for fqn in group.fqns] + [REST]
-        states = {fqn: found[fqn] for fqn in order if found.get(fqn)}
-        packed = _pack_kinds(groups, states)
-    messages = ranks.all_messages(packed)
+        states.update({fqn: found[fqn] for fqn in order if found.get(fqn)})
+        return _pack_kinds(groups, states)
+
+    messages = ranks.told_by_all(read)
     if len(messages) > 1:
         told: list[States] = [unpack(each) for each in messages]
         states = _complete(ranks, groups, states, told, takes_large=options.full_state_dict)
