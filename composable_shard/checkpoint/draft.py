@@ -61,7 +61,7 @@ class ModelOwners:
         groups = dict.fromkeys(name for names in self._params.values() for name in names)
         # Not the names of the groups: that two groups share a model joins none of its parameters.
         self._model = tuple(f"model {name}" for name in groups) or ("any model",)
-        self._unmanaged = names.shown.keys() - params.keys()
+        self._unmanaged = names.registered.keys() - params.keys()
 
     def of(self, fqn: str, value: Any) -> Owners:
         """Return the owners of a parameter or buffer, or of what belongs to it."""
@@ -205,7 +205,7 @@ def make_draft(ranks: list[Any]) -> Draft:
         _add_lines(draft, number, rank["own"], len(lines))
         for index, start, end, *box in rank["places"]:
             name, shape = lines[index][:2]
-            place = tuple(map(tuple, box[0])) if box else whole_box(torch.Size(shape))
+            place = tuple(map(tuple, box[0])) if box else whole_box(shape)
             # All holders of a shard may share the writing.
             draft.holders.setdefault((name, place, start, end), []).append((number, index))
     draft.copies = _find_copies(ranks, described)

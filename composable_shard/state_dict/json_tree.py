@@ -86,7 +86,9 @@ def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Any]) -> Any:
 def _encode_sequence(value: Any, path: str, tensors: dict[str, Any]) -> Any:
     items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
     encoded = [
-        item if type(item) in _AS_THEY_ARE else encode(item, f"{path}/{n}", tensors)
+        item
+        if (kind := type(item)) in _AS_THEY_ARE or (kind is int and item.bit_length() <= _MAX_BITS)
+        else encode(item, f"{path}/{n}", tensors)
         for n, item in enumerate(items)
     ]
     if isinstance(value, list):

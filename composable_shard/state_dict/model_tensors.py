@@ -130,18 +130,18 @@ class ParamNames:
     """The parameters of a model by canonical name, for a caller that needs them several times."""
 
     managed: dict[str, ManagedParam]  # as `params_by_fqn` returns them
-    shown: dict[str, Tensor]  # what modules show, a tied one under its first name
+    registered: dict[str, Tensor]  # what modules show, a tied one under its first name
 
     @classmethod
     def of(cls, model: nn.Module) -> ParamNames:
         """Find them."""
-        shown: dict[int, tuple[str, Tensor]] = {}
+        registered: dict[int, tuple[str, Tensor]] = {}
         for prefix, child in _named_modules(model):
             short = canonical(prefix)
             for key, param in parameters_of(child).items():
-                if param is not None and id(param) not in shown:
-                    shown[id(param)] = f"{short}{key}", param
-        return cls(params_by_fqn(model), dict(shown.values()))
+                if param is not None and id(param) not in registered:
+                    registered[id(param)] = f"{short}{key}", param
+        return cls(params_by_fqn(model), dict(registered.values()))
 
 
 def _named_params(

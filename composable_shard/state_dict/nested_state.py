@@ -90,7 +90,7 @@ class Cuts:
     def others(self, state: Mapping[Any, Any], fqn: str) -> set[Any]:
         """Return the names of those values of a parameter's state that are not its own."""
         spec = self.specs.get(fqn)
-        shards = ((k, v) for k, v in state.items() if isinstance(v, FlatShard))
+        shards = [(k, v) for k, v in state.items() if isinstance(v, FlatShard)]
         return {k for k, v in shards if v._shard_spec is not spec and not self.is_own(v, fqn)}
 
     def place(self, states: States) -> States:

@@ -81,7 +81,7 @@ def view_named(
 
 
 def _members(names: ParamNames) -> dict[int, Member]:
-    found = {id(param): Member(param, fqn) for fqn, param in names.shown.items()}
+    found = {id(param): Member(param, fqn) for fqn, param in names.registered.items()}
     for managed in names.managed.values():
         sharded = managed.entry.sharded
         found[id(sharded)] = Member(sharded, managed.names[0], managed)
