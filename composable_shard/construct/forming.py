@@ -37,11 +37,10 @@ from composable_shard.options import (
 from composable_shard.runtime import (
     ShardState,
     attach_state,
-    get_states,
     join_owners,
+    new_context,
     read_state,
     rename,
-    share_context,
 )
 
 _M = TypeVar("_M", bound=nn.Module | Iterable[nn.Module])
@@ -193,7 +192,8 @@ def form_unit(
         shard_group = shard_group.with_reduce_group()
     # Tensors made inside inference mode, or kept from it, could not be trained or written.
     with ExitStack() as undo, torch.inference_mode(False):
-        inner = list(dict.fromkeys(state for root in modules for state in get_states(root)))
+        inside = (read_state(module) for walk in plan.walks for _, module in walk)
+        inner = list(dict.fromkeys(state for state in inside if state is not None))
         handles = [handle for state in inner for handle in state.handles]
         set_owners(plan, handles, shard_group, owners, undo)
         _form(plan, inner, shard_group, undo)
@@ -218,9 +218,10 @@ def _form(
         attach_state(root, state)
         register_hooks(root, state)
     register_state_dict_hooks(modules, plan.unmanaged_modules, state)
-    for root in modules:
-        rename(root)
-    join_owners(share_context(modules), [item.handle for item in plan.borrowed])
+    for walk in plan.walks:
+        rename(walk)
+    context = new_context(modules, [state, *inner])
+    join_owners(context, [item.handle for item in plan.borrowed])
     number = shard_group.next_unit_number()
     for handle in state.handles:
         handle.label.set_number(number)

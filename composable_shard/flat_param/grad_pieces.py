@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import ShardGroup
@@ -79,12 +79,14 @@ def wrap_all(
     Like `wrap`, but for tensors of one dtype and device, which saves calls.
     """
     first = next((each for each in locals_ if each is not None), None)
-    kind = () if first is None else (first.dtype, torch.strided, first.device)
+    dtype, device = (None, None) if first is None else (first.dtype, first.device)
+    are_owned = bool(entries[0].spec.layout.owners)  # asked once: an attribute of a spec is slow
     shards: list[FlatShard | None] = []
     for local, entry in zip(locals_, entries, strict=True):
         spec, shard = entry.spec, None
-        if local is not None and not spec.is_owned_by_other_rank:
-            shard = make_wrapper(FlatShard, spec.shape, spec.wrapper_stride, None, None, *kind)
+        if local is not None and not (are_owned and spec.is_owned_by_other_rank):
+            shape, stride = spec.wrapper
+            shard = make_wrapper(FlatShard, shape, stride, None, None, dtype, strided, device)
             shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}
         shards.append(shard)
     return shards

@@ -35,7 +35,7 @@ from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import FlatShard, own_gradient, refuse_graphs, set_gradient
-from composable_shard.torch_private import version_of
+from composable_shard.torch_private import DisableTorchFunctionSubclass, version_of
 
 
 class FlatGradients:
@@ -269,14 +269,17 @@ class FlatGradients:
         is_plain = packing is not None and packing.is_plain
         self.is_direct = flag and self.places is not None and is_plain
 
-    def pack_direct(self, index: int, gradient: Tensor | None) -> bool:
-        """Copy a gradient into its place, or return False where `pack` must be called."""
+    def pack_direct(self, index: int, param: Tensor) -> bool:
+        """Pack a parameter's gradient into its place, or return False: `pack` must be called."""
         places, packing = self.places, self.packing
         # `arrived` already: perhaps in an earlier microbatch. `pack` adds to it.
-        if gradient is None or places is None or packing is None or self.arrived[index]:
+        if places is None or packing is None or self.arrived[index]:
             return False
-        if gradient.is_sparse or is_grad_enabled():
-            return False
+        with DisableTorchFunctionSubclass():  # [Note: Many getters]
+            gradient = own_gradient(param)
+            if gradient is None or gradient.is_sparse or is_grad_enabled():
+                return False
+            set_gradient(param, None)
         if packing.factor is None:
             places[index].copy_(gradient)
         else:

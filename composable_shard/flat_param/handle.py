@@ -7,10 +7,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import or_
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import Streams, enter_setting
@@ -90,8 +90,8 @@ class FlatParamHandle:
     ) -> None:
         """Allocate the shard and copy this rank's part of `params` into it; changes no module.
 
-        The tensors are dense (local ones of DTensors), on one device, and of one dtype unless the
-        precision has a main dtype.
+        The tensors are dense (local ones of DTensors), without a graph, on one device, and of one
+        dtype unless the precision has a main dtype.
         """
         self.memory = memory
         self.shard_group = shard_group = memory.shard_group
@@ -104,19 +104,17 @@ class FlatParamHandle:
         self.granularities = tuple(granularities)
         self.entries: list[ParamEntry] = []
         self._reset(OriginalForm())
-        device = params[0].device
-        if device.type != "meta":
-            device = shard_group.device
+        device = params[0].device if params[0].is_meta else shard_group.device
         main_dtype = memory.precision.main_dtype or params[0].dtype
         self.shard, self.full = self.memory.allocate(layout, self.guard, main_dtype, device)
         self.full.label = self.grads.reduction.label = self.label
-        for param, spec in zip(params, specs, strict=True):
+        # Not as views of the shard, on each of which autograd's notes are 290 bytes.
+        parts, guard = self.grads.pieces.split(self.shard.values), self.guard
+        for param, spec, part in zip(params, specs, parts, strict=True):
+            part.copy_(spec.slice(param))
             kind = FlatShardOfDTensor if spec.is_shown_as_dtensor else FlatShard
-            start, end = layout.local_range(cast(int, spec.index), shard_group.rank)
-            view = self.shard.values[start:end].data  # autograd's notes on a view are 290 bytes
-            view.copy_(spec.slice(param.detach()))
-            sharded = nn.Parameter(kind(view, spec, guard=self.guard), requires_grad)
-            self.entries.append(ParamEntry(cast(FlatShard, sharded), spec, shard_view=view))
+            sharded = kind(part, spec, guard=guard, requires_grad=requires_grad, is_param=True)
+            self.entries.append(ParamEntry(sharded, spec, shard_view=part))
 
     def _reset(self, form: OriginalForm) -> None:
         """Set the initial state of a new handle, or of a copy."""

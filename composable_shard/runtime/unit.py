@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +80,7 @@ class ShardState:
         borrowed: list[FlatParamHandle],
         *,
         before_forward: BeforeForward | None,
+        inside: Iterable[nn.Module],
     ) -> None:
         self.name = type(modules[0]).__name__
         self.options = options
@@ -92,9 +94,7 @@ class ShardState:
         # Where the strategy frees parameters, `apply_policy` follows with what was planned.
         self.change(reshard_after_forward=options.reshard_after_forward)
         self.before_forward = before_forward
-        parts = [part for module in modules for part in module.modules()]
-        hooks = [each for part in parts for each in backward_hooks_of(part)]
-        self.inspection = Inspection(hooks)
+        self.inspection = Inspection(list(chain.from_iterable(map(backward_hooks_of, inside))))
         self.num_modules = self.modules_to_run = len(modules)
         self.training_state = TrainingState.IDLE
         self.is_in_pass = False
