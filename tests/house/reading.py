@@ -67,7 +67,7 @@ READING_PATH: dict[str, set[str]] = {
     "construct/forming.py": {"flat form", "buckets"},
     "construct/build.py": set(),
     "layout/flat_layout.py": set(),
-    "flat_param/handle.py": {"pending gradients"},
+    "flat_param/handle.py": set(),
     "runtime/unit.py": set(),
     "runtime/forward.py": set(),
     "runtime/gathers.py": set(),
