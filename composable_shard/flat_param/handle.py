@@ -282,7 +282,7 @@ class FlatParamHandle:
         self.shown.notes = full.params.aliases
         let_stand(self.shown)
         self.requires_grad = any(self.shown.form.trainable_flags())
-        if self.requires_grad or self.grads.waits_for_reduction:
+        if self.requires_grad or not self.grads.is_idle:
             self._bind_gradients()
         else:
             self.grads.release()
@@ -357,7 +357,7 @@ class FlatParamHandle:
                 self.grads.add_result()
                 self.grads.move_out()
                 self._bind_gradients()
-        if self.grads.is_persistent and not self.requires_grad and not self.grads.is_unsynced:
+        if self.grads.is_persistent and not self.requires_grad and self.grads.is_idle:
             self.grads.release()
 
     def _rebuild(self) -> None:

@@ -35,10 +35,7 @@ def run_gradient_hooks(shown: ShownParams) -> None:
     """Run the hooks that users put on the sharded parameters with
     `register_post_accumulate_grad_hook`, once, with the final gradient.
     """
-    entries = _with_hooks(shown.at_rest)
-    if not entries:
-        shown.guard.set_no_hooks()
-    for entry in entries:
+    for entry in _with_hooks(shown.at_rest):
         if entry.sharded.grad is not None:
             for hook in list((post_accumulate_hooks_of(entry.sharded) or {}).values()):
                 hook(entry.sharded)

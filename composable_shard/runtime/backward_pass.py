@@ -315,19 +315,6 @@ class BackwardPass:
         # Until here an interrupt counts as an abort of the backward.
         context.backward, context.graphs.spans_calls = None, self._reaches_earlier_call
 
-    def _run_hooks(self, ending: Ending) -> None:
-        """Run the hooks of gradients published at the end; raise the first hook's error."""
-        queue = self.queue
-        for item in ending.published:
-            if item.handle.guard.may_have_hooks and item.state.settings.is_last_backward:
-                queue.run_hooks(item)
-        error, queue.hook_error = queue.hook_error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback refers to this frame: a cycle
-
 
 # [Note: Phases]. None: only orders of options act, `Order.acts`.
 _PHASES: tuple[tuple[Phase, Callable[[BackwardPass, Ending], None] | None], ...] = (
@@ -340,7 +327,7 @@ _PHASES: tuple[tuple[Phase, Callable[[BackwardPass, Ending], None] | None], ...]
     (Phase.DELIVER, None),  # EarlyHooks
     (Phase.PUBLISH, BackwardPass._publish),
     (Phase.IDLE, BackwardPass._come_to_rest),
-    (Phase.HOOKS, BackwardPass._run_hooks),
+    (Phase.HOOKS, None),  # GradientHooks, EarlyHooks
 )
 
 

@@ -24,8 +24,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import FlagReduction
 from composable_shard.flat_param import HIDDEN_ALIAS
+from composable_shard.runtime.gradient_hooks import GradientHooks
 from composable_shard.runtime.phases import Phase
-from composable_shard.runtime.reduction_queue import Ending, Item, Order, ReductionQueue
+from composable_shard.runtime.reduction_queue import Ending, Item, ReductionQueue
 from composable_shard.runtime.stage import DELIVERED, EARLY, FINAL
 from composable_shard.runtime.unit import ShardState
 from composable_shard.torch_private import (
@@ -37,7 +38,7 @@ from composable_shard.torch_private import (
 _MAY_CHANGE = 2  # a flag of early gradients
 
 
-class EarlyHooks(Order):
+class EarlyHooks(GradientHooks):
     """Gradients with hooks: published before the backward ends, [Note: Early gradients]."""
 
     place: ClassVar[int] = 2
@@ -131,7 +132,7 @@ class EarlyHooks(Order):
             # Allow writes from here on: this backward no longer needs the parameters.
             handle.guard.set_in_backward(False)
             item.stage, self._num_writes[item] = DELIVERED, handle.guard.num_writes
-            self.queue.run_hooks(item)
+            self.run(item)
 
     def recompute(self, state: ShardState) -> None:
         """Check that hooks have not changed parameters with which a forward runs again."""
@@ -146,7 +147,11 @@ class EarlyHooks(Order):
                     "units one by one, or step the optimizer after backward() has returned."
                 )
 
-    acts: ClassVar = {Phase.COLLECT: collect, Phase.DELIVER: deliver}
+    acts: ClassVar = {
+        Phase.COLLECT: collect,
+        Phase.DELIVER: deliver,
+        Phase.HOOKS: GradientHooks.raise_error,
+    }
 
 
 class _Flags:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from composable_shard.comm import exchange_always
-from composable_shard.flat_param import balance_owners, drop_gradient
+from composable_shard.flat_param import balance_owners, drop_gradient, has_gradient_hooks
 from composable_shard.options import UnitSettings
 from composable_shard.runtime.aborted import next_backward_id
 from composable_shard.runtime.backward import on_gradient
@@ -19,6 +19,7 @@ from composable_shard.runtime.comparison import check_agreement
 from composable_shard.runtime.contents import note_contents
 from composable_shard.runtime.early_hooks import EarlyHooks
 from composable_shard.runtime.gathers import Gathers
+from composable_shard.runtime.gradient_hooks import GradientHooks, note_hook
 from composable_shard.runtime.launched_gathers import LaunchedGathers, LaunchedKeptGathers
 from composable_shard.runtime.launched_reductions import LaunchedBatches, LaunchedReductions
 from composable_shard.runtime.membership import has_other_units, renew_context, share_context
@@ -41,6 +42,7 @@ def attach_or_refresh(state: ShardState) -> None:
     for handle in state.handles:
         if not handle.is_attached:
             handle.guard.let_find_reader(partial(find_reader, weakref.ref(handle)))
+            handle.guard.let_note_hooks(partial(note_hook, state.ref))
             keep = partial(keep_gradients, state.ref)
             handle.attach(partial(on_gradient, state.ref), drop_gradient, keep)
         handle.adopt_changes()
@@ -174,6 +176,8 @@ def _choose_ways(context: TreeContext) -> None:
     handles = context.live_handles()
     for state in context.live_states():
         state.choose_orders(_find_orders)
+        if any(has_gradient_hooks(handle.shown) for handle in state.handles):
+            state.add_order(GradientHooks)
     context.keeps_gradients = any(handle.grads.is_persistent for handle in handles)
     context.kept.clear()
     groups = {group for handle in handles for group in handle.shard_group.groups}

@@ -26,8 +26,8 @@ from operator import attrgetter
 from typing import Any, ClassVar
 from weakref import proxy
 
-from composable_shard.comm import FlagReduction, Proposal, ShardGroup, trace
-from composable_shard.flat_param import FlatParamHandle, Round, run_gradient_hooks
+from composable_shard.comm import FlagReduction, Proposal, ShardGroup
+from composable_shard.flat_param import FlatParamHandle, Round
 from composable_shard.runtime.gathers import release_after_backward
 from composable_shard.runtime.phases import Phase
 from composable_shard.runtime.stage import EARLY, ISSUED, OPEN, READY
@@ -248,7 +248,6 @@ class ReductionQueue:
         is_sure: All ranks know that some rank accumulates gradients.
         asks_for_late: The flags at the end show handles whose gradients came after a reduction.
         is_ending: Autograd has run all its nodes.
-        hook_error: The first error of a user's hook, to be raised at the end.
     """
 
     def __init__(self, context: TreeContext) -> None:
@@ -259,7 +258,6 @@ class ReductionQueue:
         self.ordered: list[Item] = []
         self.issued: dict[Item, None] = {}
         self.brings_gradients = self.is_sure = self.asks_for_late = self.is_ending = False
-        self.hook_error: BaseException | None = None
         self._default = Order(self)
 
     def choose(self, states: Sequence[ShardState]) -> None:
@@ -268,11 +266,18 @@ class ReductionQueue:
         for state in states:
             kinds.update(state.order_kinds)
         for kind in sorted(kinds, key=_place_of):
-            order = kind(self)
+            self.enter(kind)
+        for order in self.orders:
             order.prepare(states)
-            self.orders.append(order)
-            if order.is_watching:
-                self.watchers.append(order)
+
+    def enter(self, kind: type[Order]) -> None:
+        """Let an order of this class act from now on, once."""
+        if any(type(each) is kind for each in self.orders):
+            return
+        order = kind(self)
+        self.orders.append(order)
+        if order.is_watching:
+            self.watchers.append(order)
 
     def begin(self, states: Sequence[ShardState]) -> None:
         """Enter the tree's handles. An order may issue collectives."""
@@ -344,20 +349,6 @@ class ReductionQueue:
     def note_end(self) -> None:
         """Note that autograd has run all its nodes."""
         self.is_ending = True
-
-    def run_hooks(self, item: Item) -> None:
-        """Run the hooks of a handle's parameters, unless a hook has failed in this backward."""
-        handle = item.handle
-        if self.hook_error is not None or handle.grads.reduction.deferred is not None:
-            return
-        if trace.logs:
-            trace.record("gradient_hooks", handle.name)
-        try:
-            if handle.guard.may_have_hooks:
-                run_gradient_hooks(handle.shown)
-        except BaseException as error:
-            # Raise it at the end, because the other ranks wait for this rank's collectives.
-            self.hook_error = error
 
     def flag_late(self, ending: Ending) -> None:
         """Let the flags at the end show which gradients came after a reduction."""

@@ -228,7 +228,7 @@ class FlatShard(RowCheckpointable):
         If it raises, the backward does so at its end, with all gradients published.
         """
         if self._guard is not None:
-            self._guard.set_new_attributes(True)
+            self._guard.note_hook()
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def view_as(self, other: Tensor) -> Tensor:

@@ -82,13 +82,13 @@ class WriteGuard:
         "_find_reader",
         "_has_edits",
         "_last_writer",
+        "_note_hook",
         "_num_compared",
         "_num_steps",
         "_reads",
         "has_new_attributes",
         "is_handed_out",
         "is_in_backward",
-        "may_have_hooks",
         "num_writes",
         "owner",
         "refusal",
@@ -106,8 +106,8 @@ class WriteGuard:
         self.is_in_backward = False
         self.refusal = ""  # why writes are refused now, if they are
         self.has_new_attributes = True  # requires_grad or hooks, that the owner has not adopted
-        self.may_have_hooks = True  # hooks that see final gradients, as far as the owner knows
         self._find_reader: Callable[[], str] = str
+        self._note_hook: Callable[[], object] = _no_one
         self._ask_shown: Callable[[], Callable[[], bool] | None] = _no_one
         self.owner = owner  # the handle; a unit that shares a parameter finds it here
 
@@ -205,11 +205,14 @@ class WriteGuard:
     def set_new_attributes(self, are_new: bool) -> None:
         """Note whether there is requires_grad or a hook that the owner has not adopted."""
         self.has_new_attributes = are_new
-        self.may_have_hooks |= are_new
 
-    def set_no_hooks(self) -> None:
-        """Note that no parameter has hooks that see final gradients, until attributes are noted."""
-        self.may_have_hooks = False
+    def let_note_hooks(self, note: Callable[[], object]) -> None:
+        """Choose who notes that a parameter gets a hook on its final gradient."""
+        self._note_hook = note
+
+    def note_hook(self) -> None:
+        """Note that a parameter gets a hook on its final gradient."""
+        self._note_hook()
 
     def set_handed_out(self) -> None:
         """Note that a program may write to the memory without a note of it, from now on."""

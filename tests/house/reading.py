@@ -67,7 +67,7 @@ READING_PATH: dict[str, set[str]] = {
     "construct/forming.py": {"flat form", "buckets"},
     "construct/build.py": set(),
     "layout/flat_layout.py": set(),
-    "flat_param/handle.py": {"pending gradients"},
+    "flat_param/handle.py": set(),
     "runtime/unit.py": set(),
     "runtime/forward.py": set(),
     "runtime/gathers.py": set(),
@@ -95,7 +95,8 @@ OPTION_MODULES = frozenset(
         *("flat_param.two_stages", "flat_param.user_hooks", "layout.buckets"),
         "layout.ownership",
         *("runtime.bucket_windows", "runtime.buffer_broadcast", "runtime.casts"),
-        *("runtime.early_hooks", "runtime.late_outputs", "runtime.meta_buffers"),
+        *("runtime.early_hooks", "runtime.gradient_hooks", "runtime.late_outputs"),
+        "runtime.meta_buffers",
         *("runtime.postponed", "runtime.reduction_order", "runtime.reshard_policy"),
     }
 )
@@ -103,7 +104,6 @@ OPTION_MODULES = frozenset(
 # Which of them each file of the reading path still imports; as with the words, no further one.
 IMPORTED_OPTIONS: dict[str, set[str]] = {
     "flat_param/handle.py": {"flat_param.user_hooks"},
-    "runtime/reduction_queue.py": {"flat_param.user_hooks"},
 }
 
 

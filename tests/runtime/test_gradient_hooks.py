@@ -453,6 +453,25 @@ def test_hooks_that_come_after_the_first_forward_run_at_the_end() -> None:
     assert set(steps.calls.values()) == {1}
 
 
+@distributed(2)
+def test_hooks_that_a_backward_registers_run_at_its_end() -> None:
+    """The first ones of the model, with the gradients that this backward has published."""
+    model = make_net(4)
+    loss_of(model).backward()
+    model.zero_grad()
+    params, seen = list(model.parameters()), dict[Any, Any]()
+
+    def register(_: Any) -> None:
+        for param in params:
+            param.register_post_accumulate_grad_hook(lambda p: seen.update({p: p.grad}))
+
+    once = model.blocks[2].up.weight.register_hook(register)
+    loss_of(model).backward()
+    once.remove()
+    assert set(seen) == set(params)
+    assert all(seen[param] is param.grad for param in params)
+
+
 @distributed(1)
 def test_world_size_one() -> None:
     """The same moments, without communication."""
