@@ -17,12 +17,12 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable_shard.checkpoint.file_format import (
@@ -32,10 +32,9 @@ from composable_shard.checkpoint.file_format import (
 )
 from composable_shard.layout import Region, whole_box
 from composable_shard.state_dict import (
-    canonical,
+    ParamNames,
     json_tree,
     mesh_groups,
-    params_by_fqn,
 )
 from composable_shard.tensor import FlatShard, local_part, region_of
 
@@ -53,8 +52,8 @@ _LEVELS = {
 class ModelOwners:
     """Which process groups share the tensors of a model. [Note: Owners]"""
 
-    def __init__(self, model: nn.Module) -> None:
-        params = params_by_fqn(model)
+    def __init__(self, names: ParamNames) -> None:
+        params = names.managed
         # Once for each handle: a name takes the numbers of all ranks.
         handles = dict.fromkeys(param.handle for param in params.values())
         named = {handle: _name_groups(mesh_groups([handle])) for handle in handles}
@@ -62,7 +61,7 @@ class ModelOwners:
         groups = dict.fromkeys(name for names in self._params.values() for name in names)
         # Not the names of the groups: that two groups share a model joins none of its parameters.
         self._model = tuple(f"model {name}" for name in groups) or ("any model",)
-        self._unmanaged = {canonical(n) for n, _ in model.named_parameters()} - self._params.keys()
+        self._unmanaged = names.registered.keys() - params.keys()
 
     def of(self, fqn: str, value: Any) -> Owners:
         """Return the owners of a parameter or buffer, or of what belongs to it."""
@@ -78,19 +77,14 @@ class ModelOwners:
         return {name: self.of(fqn, tensors[name]) for fqn, name in named if name is not None}
 
     def of_optimizer(
-        self, tree: dict[str, Any], tensors: dict[str, Tensor], cuts: Mapping[str, str]
+        self, tensors: dict[str, Tensor], fqns: Mapping[str, str]
     ) -> dict[str, Owners]:
         """Return the owners of an encoded optimizer's tensors, tensors in its options included.
 
-        `cuts` has the FQN of the parameter that a shard is cut like, by the tensor's name.
+        `fqns` has the parameter that a tensor is state of, or is cut like, by the tensor's name.
         """
         found = dict.fromkeys(tensors, self._model)
-        for fqn, state in tree["state"].items():
-            for name in json_tree.tensor_names(state):
-                found[name] = self.of(fqn, tensors[name])
-        for name, fqn in cuts.items():
-            found[name] = self.of(fqn, tensors[name])
-        return found
+        return found | {name: self.of(fqn, tensors[name]) for name, fqn in fqns.items()}
 
 
 def _name_groups(groups: Iterable[dist.ProcessGroup]) -> Owners:
@@ -106,18 +100,10 @@ class Item:
     name: str
     region: Region
     shape: torch.Size
-    values: Tensor  # the tensor itself
+    values: Tensor  # the tensor itself, then a copy
     owners: Owners | None  # None: rank 0's, or the lowest rank's, is saved
-
-    @property
-    def is_shard(self) -> bool:
-        """Whether other ranks hold other elements; else the first rank's copy is saved."""
-        return isinstance(self.values, FlatShard | DTensor)
-
-    @property
-    def is_own(self) -> bool:
-        """Whether this rank alone has it under this name, or rank 0's counts: no parameter's."""
-        return self.name.partition("/")[0] in ("rng", "extra") and not self.is_shard
+    is_shard: bool  # whether other ranks hold other elements; else the first rank's copy is saved
+    is_own: bool  # whether this rank alone has it under this name, or rank 0's counts
 
     @property
     def sample(self) -> list[Any]:
@@ -183,11 +169,12 @@ class Description:
 
 def list_items(tensors: dict[str, Tensor], owners: Mapping[str, Owners]) -> list[Item]:
     """Return this rank's region of each tensor, those of its own last."""
-    items = [
-        Item(name, region_of(tensor), tensor.shape, tensor, owners.get(name))
-        for name, tensor in tensors.items()
-    ]
-    return sorted(items, key=lambda item: item.is_own)
+    items: list[Item] = []
+    for name, tensor in tensors.items():
+        is_shard, owner = isinstance(tensor, FlatShard | DTensor), owners.get(name)
+        is_own = not is_shard and name.partition("/")[0] in ("rng", "extra")  # no parameter's
+        items.append(Item(name, region_of(tensor), tensor.shape, tensor, owner, is_shard, is_own))
+    return sorted(items, key=attrgetter("is_own"))
 
 
 @dataclass
@@ -218,7 +205,7 @@ def make_draft(ranks: list[Any]) -> Draft:
         _add_lines(draft, number, rank["own"], len(lines))
         for index, start, end, *box in rank["places"]:
             name, shape = lines[index][:2]
-            place = tuple(map(tuple, box[0])) if box else whole_box(torch.Size(shape))
+            place = tuple(map(tuple, box[0])) if box else whole_box(shape)
             # All holders of a shard may share the writing.
             draft.holders.setdefault((name, place, start, end), []).append((number, index))
     draft.copies = _find_copies(ranks, described)
@@ -402,19 +389,19 @@ def share_pieces(draft: Draft) -> list[list[int]]:
             )
     chosen: list[list[int]] = [[] for _ in range(draft.world_size)]
     loads = [0] * draft.world_size
-
-    def nbytes(piece: _Piece) -> int:
-        name, _, start, end = piece
-        dtype: torch.dtype = getattr(torch, tensors[name]["dtype"])
-        return int((end - start) * dtype.itemsize)
-
+    itemsizes = {name: getattr(torch, each["dtype"]).itemsize for name, each in tensors.items()}
     places: dict[str, list[tuple[Any, ...]]] = {name: [] for name in tensors}
     # Pieces that only one rank holds come first.
-    for piece in sorted(holders, key=lambda piece: (len(holders[piece]) > 1, -nbytes(piece))):
-        rank, index = min(holders[piece], key=lambda holder: (loads[holder[0]], holder))
-        loads[rank] += nbytes(piece)
+    ordered = sorted(
+        (len(found) > 1, (piece[2] - piece[3]) * itemsizes[piece[0]], number, piece)
+        for number, (piece, found) in enumerate(holders.items())
+    )
+    for is_shared, minus_nbytes, _, piece in ordered:
+        found = holders[piece]
+        rank, index = min((loads[each[0]], each) for each in found)[1] if is_shared else found[0]
+        loads[rank] -= minus_nbytes
         chosen[rank].append(index)
         places[piece[0]].append((*piece[1:], rank))
-    for name, found in places.items():
-        tensors[name]["pieces"] = join_pieces(torch.Size(tensors[name]["shape"]), found)
+    for name, pieces in places.items():
+        tensors[name]["pieces"] = join_pieces(torch.Size(tensors[name]["shape"]), pieces)
     return [sorted(indices) for indices in chosen]

@@ -360,7 +360,7 @@ def join_pieces(
     `[[5, 0, 4, 1, 0], [6, 4, 10, 2, 1], [8, 16, 17, 1, 0]]`.
     """
     lines: list[list[Any]] = []
-    before = None
+    before, every = None, whole_box(shape)
     for box, start, end, file in sorted(pieces):
         if before == (box, start) and end - start == lines[-1][2] - lines[-1][1]:
             first, _, _, number, step = lines[-1][:5]
@@ -368,7 +368,7 @@ def join_pieces(
                 lines[-1][3:5] = number + 1, (file - first) // number
                 before = box, end
                 continue
-        own = [] if box == whole_box(shape) else [box]
+        own = [] if box == every else [box]
         lines.append([file, start, end, 1, 0, *own])
         before = box, end
     return lines

@@ -53,6 +53,7 @@ from composable_shard.comm import HostGroup, Messages
 from composable_shard.options import StateDictOptions, check_path_order
 from composable_shard.peers import OwnGroup, Rename, named_as, open_run, read_generators
 from composable_shard.state_dict import (
+    ModelRanks,
     canonical,
     check_values,
     get_model_state_dict,
@@ -323,7 +324,7 @@ def _change(
         else:
             staged.apply()  # optimizers look at their parameters
     with group.agreed(), torch.no_grad():
-        check_optimizers(staged.model, optimizers)
+        check_optimizers(ModelRanks(staged.model), optimizers)
         lenient = StateDictOptions(strict=False)
         load_optimizers = [
             prepare_load(staged.model, [each.optimizer], each.state, lenient, is_given_away=True)

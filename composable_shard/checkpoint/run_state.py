@@ -20,6 +20,7 @@ from composable_shard.comm import HostGroup, Messages
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (
     Group,
+    ManagedParam,
     ModelRanks,
     ModelTensors,
     canonical,
@@ -43,14 +44,18 @@ _MAX_NAMES = 8  # in a message
 # Saving
 
 
-def describe_model(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def describe_model(
+    model: nn.Module, places: Mapping[str, ManagedParam], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
     """Return the model's state, encoded, by FQN; a tied parameter is saved once. No communication.
 
-    `tensors` gets this rank's tensors, by name.
+    Args:
+        model: The model.
+        places: Its managed parameters by FQN.
+        tensors: Gets this rank's tensors, by name.
     """
     tree: dict[str, Any] = {}
     names: dict[Any, str] = {}
-    places = params_by_fqn(model)
     for fqn, value in get_model_state_dict(model).items():
         name = f"model/{fqn}"
         if isinstance(value, Tensor) and value.is_meta:
@@ -88,12 +93,12 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
     return value.data_ptr(), value.shape, value.stride(), value.dtype, views
 
 
-def check_optimizers(model: nn.Module, names: Iterable[str]) -> None:
+def check_optimizers(ranks: ModelRanks, names: Iterable[str]) -> None:
     """Check that the ranks that share a model have optimizers of the same names.
 
     One all-gather of 31 bytes for each process group.
     """
-    told = ModelRanks(model).all_messages(sorted(names))
+    told = ranks.all_messages(sorted(names))
     if len(told) > 1:
         raise ValueError(f"the ranks of one model passed different optimizers: {told}")
 

@@ -34,9 +34,10 @@ from composable_shard.comm import HostGroup
 from composable_shard.options import check_path_order
 from composable_shard.state_dict import (
     Cuts,
-    get_optimizer_state_dict,
+    ModelRanks,
+    ParamNames,
     json_tree,
-    params_by_fqn,
+    read_named_state,
 )
 from composable_shard.tensor import FlatShard
 
@@ -99,16 +100,21 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         _check_arguments(step, keep_last)
         optimizers = as_dict(optimizer)
         objects = {"scheduler": as_dict(scheduler), "scaler": as_dict(scaler)}
-        cuts = Cuts({fqn: each.entry.spec for fqn, each in params_by_fqn(model).items()})
-        tree, tensors = _describe(model, objects, group.rank)
+        names = ParamNames.of(model)
+        cuts = Cuts({fqn: each.entry.spec for fqn, each in names.managed.items()})
+        tree, tensors = _describe(model, names, objects, group.rank)
         tree["extra"], tree["extra_cuts"], found = _describe_extra(extra, cuts, group.rank)
         tensors |= found
-        model_owners = ModelOwners(model)
+        model_owners = ModelOwners(names)
         owners = model_owners.of_model(tree["model"], tensors)
     with group.agreed():
         # After the check above, because its collectives use training's groups.
-        check_optimizers(model, optimizers)
-        states = {name: get_optimizer_state_dict(model, each) for name, each in optimizers.items()}
+        ranks = ModelRanks(model)
+        check_optimizers(ranks, optimizers)
+        states = {
+            name: read_named_state(ranks, names, tree["model"], each)
+            for name, each in optimizers.items()
+        }
         tree["optimizer_kinds"] = optimizer_kinds(optimizers)
         tree["optimizer"], tree["optimizer_cuts"] = {}, {}
         for name, state in states.items():
@@ -118,9 +124,14 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             encoded = json_tree.encode(state, _prefix("optimizer", name), own)
             tree["optimizer"][name] = encoded
             tensors |= own
-            homes = _find_homes(cuts, encoded, own)
+            fqns = {
+                each: fqn
+                for fqn, entries in encoded["state"].items()
+                for each in json_tree.tensor_names(entries)
+            }
+            homes = _find_homes(cuts, fqns, own)
             tree["optimizer_cuts"][name] = homes
-            owners |= model_owners.of_optimizer(encoded, own, homes)
+            owners |= model_owners.of_optimizer(own, {**fqns, **homes})
         items = list_items(tensors, owners)
     plan = plan_save(group, step, tree, items, SaveArguments(os.fspath(path), keep_last, async_op))
     if not async_op:
@@ -153,18 +164,20 @@ def _save_in_background(group: HostGroup, plan: SavePlan, keep_last: int | None)
         raise
 
 
-def _find_homes(cuts: Cuts, encoded: Any, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the FQN of the parameter that a shard is cut like, unless it is state of that one."""
-    own = {
-        name: fqn for fqn, each in encoded["state"].items() for name in json_tree.tensor_names(each)
-    }
+def _find_homes(
+    cuts: Cuts, fqns: Mapping[str, str], tensors: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """Return the FQN of the parameter that a shard is cut like, unless it is state of that one.
+
+    `fqns` has the parameter that a tensor is state of, by the tensor's name.
+    """
     shards = {name: value for name, value in tensors.items() if isinstance(value, FlatShard)}
-    homes = {name: cuts.find(shard, own.get(name)) for name, shard in shards.items()}
-    return {
-        name: fqn
-        for name, fqn in homes.items()
-        if fqn is not None and not cuts.is_own(shards[name], own.get(name, ""))
+    homes = {
+        name: cuts.find(shard, fqns.get(name))
+        for name, shard in shards.items()
+        if not cuts.is_own(shard, fqns.get(name, ""))
     }
+    return {name: fqn for name, fqn in homes.items() if fqn is not None}
 
 
 def _check_arguments(step: int, keep_last: int | None) -> None:
@@ -178,11 +191,11 @@ def _check_arguments(step: int, keep_last: int | None) -> None:
 
 
 def _describe(
-    model: nn.Module, objects: dict[str, dict[str, Any]], rank: int
+    model: nn.Module, names: ParamNames, objects: dict[str, dict[str, Any]], rank: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the tree of model, schedulers and scalers, and this rank's tensors by name."""
     tensors: dict[str, Tensor] = {}
-    tree: dict[str, Any] = {"model": describe_model(model, tensors)}
+    tree: dict[str, Any] = {"model": describe_model(model, names.managed, tensors)}
     for kind, named in objects.items():
         tree[kind] = {
             name: json_tree.encode(each.state_dict(), _prefix(kind, name), tensors)
@@ -204,7 +217,7 @@ def _describe_extra(
     """
     found: dict[str, Tensor] = {}
     encoded = json_tree.encode(extra, "extra", found)
-    homes = _find_homes(cuts, {"state": {}}, found)
+    homes = _find_homes(cuts, {}, found)
     if rank:
         plain = [name for name, x in found.items() if not isinstance(x, FlatShard | DTensor)]
         for name in plain:

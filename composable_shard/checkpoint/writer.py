@@ -59,7 +59,7 @@ from composable_shard.checkpoint.file_format import (
     write_metadata,
 )
 from composable_shard.checkpoint.reader import list_checkpoints, read_history
-from composable_shard.comm import HostGroup
+from composable_shard.comm import HostGroup, Messages
 from composable_shard.tensor import local_part
 
 LOCK_TIMEOUT_S = 300.0
@@ -86,9 +86,9 @@ def plan_save(
 ) -> SavePlan:
     """Assign every region to one rank; writes nothing. [Note: One save]
 
-    Two gathers on rank 0, of digests and of what ranks hold, [Note: Descriptions], two broadcasts
-    of a few numbers, and a scatter; one gather and one broadcast more for names that ranks have in
-    common without sharing the tensor. [Note: Owners]
+    A comparison of digests, a gather of what ranks hold, [Note: Descriptions], and a scatter; one
+    gather and one scatter more for names that ranks have in common without sharing the tensor.
+    [Note: Owners]
 
     Args:
         tree: All values, encoded; where ranks differ, the lowest rank's are saved.
@@ -98,34 +98,36 @@ def plan_save(
             if they do not hold all of its elements, or hold different ones under one name.
     """
     description = Description.of(tree, items)
-    digests = group.gather(description.digest)
-    firsts = group.on_first(lambda: sorted(map(digests.index, set(digests))))
+    firsts = group.join(description.digest, _first_ranks)
     own_message = description.message(is_whole=group.rank in firsts)
     gathered = group.gather({"step": step, **own_message, **asdict(arguments)})
-    draft, chosen = Draft({}, {}, group.size), []
+    draft = Draft({}, {}, group.size)
 
-    def assign(samples: list[dict[str, Any]]) -> None:
-        nonlocal chosen
+    def assign(samples: list[dict[str, Any]]) -> list[list[int]]:
         check_copies(draft, samples)
-        chosen = share_pieces(draft)
+        return share_pieces(draft)
 
-    def begin() -> tuple[list[str], str]:
+    def begin() -> list[Any]:
         nonlocal draft
         draft = make_draft(gathered)
-        if not draft.copies:
-            assign([])
-        return list(draft.copies), str(Path(arguments.path).absolute())
+        common = [list(draft.copies), str(Path(arguments.path).absolute())]
+        return [[*common, each] for each in ([[]] * group.size if draft.copies else assign([]))]
 
-    copies, path = group.on_first(begin)
+    copies, path, chosen = group.scatter(begin)
     if copies:
         wanted = set(copies)
         samples = group.gather({item.name: item.sample for item in items if item.name in wanted})
-        group.on_first(lambda: assign(samples))
+        chosen = group.scatter(lambda: assign(samples))
     content = {"tree": draft.tree, "tensors": draft.tensors}
-    own = [items[index] for index in group.scatter(chosen)]
+    own = [items[index] for index in chosen]
     # Wide dtypes first: each piece is aligned in the file.
     own.sort(key=lambda item: -item.values.dtype.itemsize)
     return SavePlan(step, own, Path(path), group.run, content)
+
+
+def _first_ranks(told: Messages) -> list[int]:
+    """Return the lowest rank of each message."""
+    return sorted(ranks[0] for _, ranks in told)
 
 
 def write_checkpoint(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -138,6 +138,24 @@ class Ranks(Agreeing):
     def all_messages(self, message: Any) -> list[Any]:
         """Return the messages of all ranks, or only this rank's if all are the same."""
         return self.compare(message)[0]
+
+    def told_by_all(self, make: Callable[[], Any]) -> list[Any]:
+        """Return the messages that `make` returns on all ranks, as `all_messages` does.
+
+        Raise any rank's error in it on all of them, as `agree` does, without another all-gather.
+        """
+        message, problem = None, None
+        try:
+            message = make()
+        except Exception as error:  # of any kind, because the other ranks wait
+            problem = error
+        try:
+            found = None if problem is None else describe_problem(problem, self.rank)
+            messages = self.all_messages([message, found])
+            raise_found([each for _, each in messages], problem)
+        finally:
+            problem = None  # as in `agreed`
+        return [each for each, _ in messages]
 
     def agree(self, problem: Exception | None) -> None:
         """Raise any rank's problem on all ranks. [Note: All ranks or none]

@@ -346,7 +346,14 @@ def _choose_sum(
 
 
 class ReduceScatter:
-    """A reduce-scatter, prepared once and started many times."""
+    """A reduce-scatter, prepared once and started many times.
+
+    Attributes:
+        dtype, device: Of its input.
+        launch_group: The group of the collective that it issues; None if that is unknown.
+    """
+
+    launch_group: dist.ProcessGroup | None
 
     def __init__(
         self,
@@ -359,7 +366,7 @@ class ReduceScatter:
 
         Inputs of uneven parts, `numels` as in `AllGather`, may be overwritten.
         """
-        self.dtype = dtype
+        self.dtype, self.device, self.launch_group = dtype, device, group
         self._group, self._size, self._numels = group, group.size(), numels
         self._order = order_of(group)
         self._identities: dict[tuple[str, int], int] = {}

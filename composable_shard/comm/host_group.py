@@ -89,7 +89,8 @@ class HostGroup(Agreeing):
         """
         if self._group is None:
             return function([(message, [0])])
-        digest = bytearray(hashlib.sha256(json.dumps(message).encode()).digest())
+        text = json.dumps(message)
+        digest = bytearray(hashlib.sha256(text.encode()).digest())
         num_rows = self.size if self.is_first else 0
         rows = torch.empty(num_rows, len(digest), dtype=torch.uint8, device=HOST)
         self._collect(torch.frombuffer(digest, dtype=torch.uint8), list(rows))
@@ -102,24 +103,39 @@ class HostGroup(Agreeing):
         for rank, each in enumerate(digests):
             holders.setdefault(each, []).append(rank)
         firsts = self.broadcast([ranks[0] for ranks in holders.values()])
-        told = self.gather(message if self.rank in firsts else None)
+        # Of JSON, as those of the others: tuples are lists.
+        told = self.gather(json.loads(text) if self.rank in firsts else None)
         return self.on_first(
             lambda: function([(told[ranks[0]], ranks) for ranks in holders.values()])
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's JSON value on rank 0, in rank order; an empty list elsewhere."""
+        """Return every rank's JSON value on rank 0, in rank order; an empty list elsewhere.
+
+        Rank 0's own is the very object.
+        """
         if self._group is None:
             return [value]
         data = _to_tensor(value)
         parts = [data.new_empty(numel) for numel in self._numbers(data.numel())]
         self._collect(data, parts)
-        return list(map(_from_tensor, parts))
+        return [value, *map(_from_tensor, parts[1:])] if self.is_first else []
 
-    def scatter(self, values: Sequence[Any]) -> Any:
-        """Return one of rank 0's JSON values on each rank, in rank order; of no use elsewhere."""
+    def scatter(self, function: Callable[[], Sequence[Any]]) -> Any:
+        """Run `function` on rank 0, which returns a JSON value for each rank, in rank order.
+
+        Return this rank's, or raise the function's error on every rank.
+        """
+        values, found, error = self._call_on_first(function)
+        told = [[value, found] for value in ([None] * self.size if values is None else values)]
         if self._group is None:
-            return values[0]
+            value, found = told[0]
+        else:
+            value, found = self._scatter(told)
+        raise_found([found], error)
+        return value
+
+    def _scatter(self, values: Sequence[Any]) -> Any:
         parts = list(map(_to_tensor, values)) if self.is_first else []
         numel = torch.zeros(1, dtype=torch.int64, device=HOST)
         self._distribute(numel, [torch.tensor([part.numel()], device=HOST) for part in parts])
@@ -141,15 +157,21 @@ class HostGroup(Agreeing):
 
     def on_first(self, function: Callable[[], Any]) -> Any:
         """Run `function` on rank 0; return its JSON value, or raise its error, on every rank."""
-        value, found, error = None, None, None
-        if self.is_first:
-            try:
-                value = function()
-            except Exception as caught:
-                error, found = caught, describe_problem(caught, 0)
+        value, found, error = self._call_on_first(function)
         value, found = self.broadcast([value, found])
         raise_found([found], error)
         return value
+
+    def _call_on_first(
+        self, function: Callable[[], Any]
+    ) -> tuple[Any, list[Any] | None, Exception | None]:
+        """Return rank 0's value, its problem, and the error; None of all on other ranks."""
+        if not self.is_first:
+            return None, None, None
+        try:
+            return function(), None, None
+        except Exception as error:
+            return None, describe_problem(error, 0), error
 
     def _numbers(self, number: int) -> list[int]:
         """Return each rank's number on rank 0; an empty list elsewhere."""

@@ -168,7 +168,6 @@ class Packing(NamedTuple):
             dtype; what is packed in place is cast when its reduction is issued.
         scale: Factor by which gradients are multiplied when they are packed.
         factor: `scale` as a 0-d tensor; None if scale is 1.
-        num_terms: Scratch memory that the reduction needs, in shards.
     """
 
     value_places: list[Tensor]
@@ -177,7 +176,6 @@ class Packing(NamedTuple):
     is_cast: bool
     scale: float
     factor: Tensor | None
-    num_terms: int
 
 
 class GradientMemory:

@@ -139,7 +139,7 @@ class FlatGradients:
         group, self._full = self.reduction.shard_group, full
         values, main_dtype = full.unversioned, full.shard.values.dtype
         self._memory.result = values.new_empty(0, dtype=main_dtype)
-        self.reduction.bind(reduce_dtype, main_dtype, values.device)
+        self.reduction.bind(reduce_dtype, main_dtype, values.device, is_in_place=self.is_persistent)
         is_whole, is_cast = self.layout == full.shard.layout, reduce_dtype != values.dtype
         # Casting after packing gives the same values if the reduce dtype is wider. Parameters that
         # their class encodes are bytes, in which no gradient has a place.
@@ -155,7 +155,6 @@ class FlatGradients:
             is_cast=is_cast,
             scale=scale,
             factor=None if scale == 1.0 else factor,
-            num_terms=self.reduction.scratch_parts(in_place=self.is_persistent),
         )
         self.was_used = was_used
         self.reduction.deferred, self.reduced = (
@@ -399,15 +398,16 @@ class FlatGradients:
         self, full: FullValues, packing: Packing, pool: ScratchPool, *, are_values_free: bool
     ) -> Tensor | None:
         """Return scratch memory: the buffer that does not hold the gradients, or new memory."""
-        if packing.num_terms == 0 or self.reduction.settings.comm_hook:
+        num_terms = self.reduction.num_terms
+        if num_terms == 0:
             return None
-        numel, own = packing.num_terms * self.reduction.own_numel, self._memory.buffer
+        numel, own = num_terms * self.reduction.own_numel, self._memory.buffer
         if self.is_persistent:
             return pool.take(numel, own)
         is_in_place = self.places is packing.value_places
         scratch = own if is_in_place else full.unversioned
         is_free = is_in_place or (are_values_free and not packing.is_cast)
-        is_used = is_free and packing.num_terms == self.reduction.shard_group.size
+        is_used = is_free and num_terms == self.reduction.shard_group.size
         if not is_used or numel > scratch.numel():  # as with a large, uneven shard
             return scratch.new_empty(numel, dtype=own.dtype)
         if not is_in_place:

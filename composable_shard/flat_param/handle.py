@@ -470,7 +470,8 @@ class FlatParamHandle:
 
     def take_settings(self, settings: UnitSettings) -> None:
         """Follow the settings of the unit from now on."""
-        self.settings = self.grads.reduction.settings = settings
+        self.settings = settings
+        self.grads.reduction.follow(settings)
 
     def check_ready(self) -> None:
         """Check that the shard is on a real device, and pinned if it was made so.

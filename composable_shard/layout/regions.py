@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
 _Ints = tuple[int, ...]
@@ -124,7 +125,7 @@ def whole(shape: Sequence[int]) -> Region:
 
 def whole_box(shape: Sequence[int]) -> Bounds:
     """Return the box of all elements."""
-    return tuple((0, size) for size in shape)
+    return tuple(zip(repeat(0), shape, strict=False))
 
 
 class Overlap(NamedTuple):

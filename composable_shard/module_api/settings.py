@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from composable_shard.comm import CommHook
+from composable_shard.comm import CommHook, HookCall
 from composable_shard.options import (
     ReshardAfterForward,
     check_bool,
@@ -275,5 +275,5 @@ def register_comm_hook(
                 "units out."
             )
     for each in states:
-        each.change(comm_hook=None if hook is None else (hook, state))
+        each.change(comm_hook=None if hook is None else HookCall(hook, state))
     compare_setting(states, f"register_comm_hook() of {states[0].settings.hook_name}", is_new=True)

@@ -155,7 +155,7 @@ class LaunchedBatches(_Launching):
 def _group_of(item: Item) -> dist.ProcessGroup | None:
     grads = item.handle.grads
     # Terms of a sum would be in memory that other reductions of the launch use too.
-    is_summed_here = grads.packing is None or grads.packing.num_terms > 0
+    is_summed_here = grads.packing is None or grads.reduction.num_terms > 0
     return None if is_summed_here else grads.reduction.group
 
 

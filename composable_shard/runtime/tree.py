@@ -19,6 +19,7 @@ from composable_shard.runtime.unit import ShardState
 from composable_shard.torch_private import (
     REGISTRY_KEY,
     RegistryItem,
+    modules_of,
     parameters_of,
     running,
 )
@@ -102,8 +103,23 @@ def find_reader(handle_ref: weakref.ref[FlatParamHandle]) -> str:
 
 def get_states(module: nn.Module) -> list[ShardState]:
     """Return the states of `module` and everything below it, outermost first, each once."""
-    states = (read_state(child) for child in module.modules())
-    return list(dict.fromkeys(state for state in states if state is not None))
+    states = [child.__dict__.get(_STATE_KEY) for child in modules_in(module)]
+    return list(dict.fromkeys([state for state in states if state is not None]))
+
+
+def modules_in(module: nn.Module) -> list[nn.Module]:
+    """Return what `module.modules()` yields.
+
+    By one call: torch's generator passes each module on through all levels above it.
+    """
+    found: dict[nn.Module, None] = {}
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and each not in found:
+            found[each] = None
+            waiting += reversed(modules_of(each).values())
+    return list(found)
 
 
 def get_handles(module: nn.Module) -> list[FlatParamHandle]:
@@ -142,8 +158,8 @@ def select_states(module: nn.Module, recurse: bool) -> list[ShardState]:
 
 def tensor_groups(handles: Iterable[FlatParamHandle]) -> list[dist.ProcessGroup]:
     """Return the process groups of all axes of parameters' tensor-parallel meshes, each once."""
-    placed = (entry.spec.tensor_parallel for handle in handles for entry in handle.entries)
-    meshes = dict.fromkeys(each[0] for each in placed if each is not None)
+    placed = [entry.spec.tensor_parallel for handle in handles for entry in handle.entries]
+    meshes = dict.fromkeys([each[0] for each in placed if each is not None])
     return [mesh.get_group(axis) for mesh in meshes for axis in range(mesh.ndim)]
 
 

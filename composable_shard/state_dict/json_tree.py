@@ -13,7 +13,7 @@ import base64
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from composable_shard.tensor import FlatShard, joined, parts_of
 
 _SEQUENCES = {"__tuple__": tuple, "__set__": set, "__frozenset__": frozenset}
+_AS_THEY_ARE = frozenset({str, bool, type(None)})  # most of what is in lists and options
+_ESCAPES = str.maketrans({"~": "~0", "/": "~1", "#": "~2"})  # in components of a path
 _MAX_BITS = 14_000  # Python reads no longer numbers: sys.get_int_max_str_digits()
 _MARKS = frozenset(
     {"__tensor__", "__dict__", "__bytes__", "__float__", "__dtype__", "__counter__", "__deque__"}
@@ -83,11 +85,17 @@ def _encode_tensor(value: Tensor, path: str, tensors: dict[str, Any]) -> Any:
 
 def _encode_sequence(value: Any, path: str, tensors: dict[str, Any]) -> Any:
     items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-    encoded = [encode(item, f"{path}/{n}", tensors) for n, item in enumerate(items)]
+    encoded = [
+        item
+        if (kind := type(item)) in _AS_THEY_ARE or (kind is int and item.bit_length() <= _MAX_BITS)
+        else encode(item, f"{path}/{n}", tensors)
+        for n, item in enumerate(items)
+    ]
+    if isinstance(value, list):
+        return encoded
     if isinstance(value, deque):
         return {"__deque__": [value.maxlen, encoded]}
-    mark = next((m for m, kind in _SEQUENCES.items() if isinstance(value, kind)), None)
-    return encoded if mark is None else {mark: encoded}
+    return {next(m for m, kind in _SEQUENCES.items() if isinstance(value, kind)): encoded}
 
 
 def _check_has_elements(value: Tensor, path: str) -> None:
@@ -109,12 +117,14 @@ def _check_has_elements(value: Tensor, path: str) -> None:
 
 
 def _encode_dict(value: dict[Any, Any], path: str, tensors: dict[str, Any]) -> Any:
-    pairs = [
-        (key, encode(item, f"{path}/{_component(key, path)}", tensors))
-        for key, item in value.items()
-    ]
+    pairs: list[tuple[Any, Any]] = []
+    for key, item in value.items():
+        part = key.translate(_ESCAPES) if type(key) is str else _component(key, path)
+        is_leaf = type(item) in _AS_THEY_ARE
+        pairs.append((key, item if is_leaf else encode(item, f"{path}/{part}", tensors)))
     is_counter = isinstance(value, Counter)
-    if all(isinstance(key, str) for key, _ in pairs) and not (is_counter or _MARKS & value.keys()):
+    has_names = set(map(type, value)) <= {str} or all(isinstance(key, str) for key in value)
+    if has_names and not (is_counter or _MARKS & value.keys()):
         return dict(pairs)
     in_keys: dict[str, Tensor] = {}
     encoded = [[encode(key, path, in_keys), item] for key, item in pairs]
@@ -126,7 +136,7 @@ def _encode_dict(value: dict[Any, Any], path: str, tensors: dict[str, Any]) -> A
 def _component(key: Any, path: str) -> str:
     """Return a key's component of a path, unique for each key."""
     if isinstance(key, str):
-        return key.replace("~", "~0").replace("/", "~1").replace("#", "~2")
+        return key.translate(_ESCAPES)
     if key is None or isinstance(key, bool | int | float | tuple):
         return "#" + repr(key).replace("/", "~1")
     raise ValueError(f"can't save '{path}': a key of it is a {type(key).__qualname__}")
@@ -139,13 +149,20 @@ def tensor_name(encoded: Any) -> str | None:
     return None
 
 
-def tensor_names(encoded: Any) -> Iterator[str]:
-    """Yield the names of the tensors in an encoded value."""
-    if (name := tensor_name(encoded)) is not None:
-        yield name
-    elif isinstance(encoded, dict | list):
-        for item in encoded.values() if isinstance(encoded, dict) else encoded:
-            yield from tensor_names(item)
+def tensor_names(encoded: Any) -> list[str]:
+    """Return the names of the tensors in an encoded value, in any order."""
+    found: list[str] = []
+    waiting = [encoded]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, list):
+            waiting += each
+        elif isinstance(each, dict):
+            if isinstance(name := each.get("__tensor__"), str):
+                found.append(name)
+            else:
+                waiting += each.values()
+    return found
 
 
 def decode(encoded: Any, find_tensor: Callable[[str], Any]) -> Any:

@@ -24,6 +24,7 @@ from composable_shard.runtime import (
 from composable_shard.state_dict.packed_values import pack, unpack
 from composable_shard.torch_private import (
     buffers_of,
+    modules_of,
     non_persistent_buffers_of,
     parameters_of,
     set_buffers,
@@ -58,10 +59,22 @@ def is_extra_state(name: str) -> bool:
 
 def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield every name of every parameter and buffer, with its module and its key there."""
-    for prefix, child in module.named_modules(remove_duplicate=False):
+    for prefix, child in _named_modules(module):
         # A ScriptModule's have no __iter__.
         for key in (*parameters_of(child).keys(), *buffers_of(child).keys()):
-            yield f"{prefix}.{key}".lstrip("."), child, key
+            yield f"{prefix}{key}", child, key
+
+
+def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return all modules under each of their names, as prefixes; by one call: `modules_in`."""
+    found: list[tuple[str, nn.Module]] = []
+    waiting = [("", module)]
+    while waiting:
+        prefix, each = named = waiting.pop()
+        found.append(named)
+        below = reversed(modules_of(each).items())
+        waiting += [(f"{prefix}{key}.", child) for key, child in below if child is not None]
+    return found
 
 
 # Parameters of units
@@ -104,22 +117,53 @@ def handles_of(module: nn.Module, around: ShardState | None = None) -> list[Flat
 
 def find_params(module: nn.Module, around: ShardState | None = None) -> dict[str, ManagedParam]:
     """Return every managed parameter by name, a tied one under each of its names, in order."""
-    places: dict[tuple[int, str], ManagedParam] = {}
-    for handle in handles_of(module, around):
-        for index, entry in enumerate(handle.entries):
-            places |= dict.fromkeys(map(slot_key, entry.slots), ManagedParam(handle, index))
-    found: dict[str, ManagedParam] = {}
-    for name, child, key in iter_slots(module):
-        param = places.get((id(parameters_of(child)), key))
-        if param is not None:
-            found[name] = param
-            param.names.append(canonical(name))
-    return found
+    return {name: param for name, _, param in _named_params(module, around)}
 
 
 def params_by_fqn(model: nn.Module) -> dict[str, ManagedParam]:
     """Return every managed parameter by canonical name, a tied one under each, in order."""
-    return {canonical(name): param for name, param in find_params(model).items()}
+    return {fqn: param for _, fqn, param in _named_params(model, None)}
+
+
+@dataclass(frozen=True)
+class ParamNames:
+    """The parameters of a model by canonical name, for a caller that needs them several times."""
+
+    managed: dict[str, ManagedParam]  # as `params_by_fqn` returns them
+    registered: dict[str, Tensor]  # what modules show, a tied one under its first name
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ParamNames:
+        """Find them."""
+        registered: dict[int, tuple[str, Tensor]] = {}
+        for prefix, child in _named_modules(model):
+            short = canonical(prefix)
+            for key, param in parameters_of(child).items():
+                if param is not None and id(param) not in registered:
+                    registered[id(param)] = f"{short}{key}", param
+        return cls(params_by_fqn(model), dict(registered.values()))
+
+
+def _named_params(
+    module: nn.Module, around: ShardState | None
+) -> list[tuple[str, str, ManagedParam]]:
+    """Return every managed parameter under each of its names, with the canonical one."""
+    places: dict[int, dict[Any, ManagedParam]] = {}
+    for handle in handles_of(module, around):
+        for index, entry in enumerate(handle.entries):
+            param = ManagedParam(handle, index)
+            for place, key in map(slot_key, entry.slots):
+                places.setdefault(place, {})[key] = param
+    found: list[tuple[str, str, ManagedParam]] = []
+    for prefix, child in _named_modules(module):
+        shown = parameters_of(child)
+        if own := places.get(id(shown)):
+            keys, short = shown.keys(), canonical(prefix)
+            named = [(f"{prefix}{key}", f"{short}{key}", own[key]) for key in keys if key in own]
+            for _, fqn, param in named:
+                param.names.append(fqn)
+            found += named
+    return found
 
 
 def by_handle(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -53,9 +54,15 @@ class Cuts:
     def __init__(self, specs: Mapping[str, ShardSpec], *, takes_others: bool = False) -> None:
         self.specs = specs
         self._takes_others = takes_others
-        self._fqns = {spec: fqn for fqn, spec in specs.items()}
-        ranges = ((_range_of(spec), fqn) for fqn, spec in specs.items())
-        self._by_range = {key: fqn for key, fqn in ranges if key is not None}
+
+    @cached_property
+    def _fqns(self) -> dict[ShardSpec, str]:
+        return {spec: fqn for fqn, spec in self.specs.items()}
+
+    @cached_property
+    def _by_range(self) -> dict[tuple[Any, ...], str]:
+        ranges = ((_range_of(spec), fqn) for fqn, spec in self.specs.items())
+        return {key: fqn for key, fqn in ranges if key is not None}
 
     def find(self, shard: FlatShard, own: str | None = None) -> str | None:
         """Return the FQN of a parameter whose elements, and no others, a shard has; `own` first."""
@@ -70,6 +77,8 @@ class Cuts:
         if not isinstance(value, FlatShard):
             return True
         spec = self.specs.get(fqn)
+        if value._shard_spec is spec:  # of most
+            return True
         if len(parts_of(value)) > 1:
             return False
         if spec is None:  # a plain parameter, which takes whole values
@@ -77,6 +86,12 @@ class Cuts:
         found = self.find(value, fqn)
         is_other = found is None and self._takes_others
         return (found == fqn and value.shape == spec.shape) or is_other
+
+    def others(self, state: Mapping[Any, Any], fqn: str) -> set[Any]:
+        """Return the names of those values of a parameter's state that are not its own."""
+        spec = self.specs.get(fqn)
+        shards = [(k, v) for k, v in state.items() if isinstance(v, FlatShard)]
+        return {k for k, v in shards if v._shard_spec is not spec and not self.is_own(v, fqn)}
 
     def place(self, states: States) -> States:
         """Move the shards in flat state to the parameters that they are cut like.
@@ -86,8 +101,9 @@ class Cuts:
         """
         placed: States = {fqn: {} for fqn in states}
         for fqn, state in states.items():
+            others = self.others(state, fqn)
             for name, value in state.items():
-                if self.is_own(value, fqn):
+                if name not in others:
                     placed[fqn][name] = value
                     continue
                 home = self.find(value, fqn)
@@ -138,11 +154,14 @@ def flatten(state: Mapping[Any, Any], label: str, cuts: Cuts) -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     odd: dict[Any, Any] = {}
-    for name, value in ((name, told(value)) for name, value in state.items()):
-        for each in named_tuples_in(value):
-            raise NotImplementedError(_problem(name, label, each))
+    others = cuts.others(state, label)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            value = told(value)
+            for each in named_tuples_in(value):
+                raise NotImplementedError(_problem(name, label, each))
         is_leaf = isinstance(name, str) and isinstance(value, _LEAVES)
-        if is_leaf and cuts.is_own(value, label):
+        if is_leaf and name not in others:
             flat[name] = value
         else:
             odd[name] = value

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.state_dict.model_tensors import (
     ManagedParam,
+    ParamNames,
     by_handle,
     canonical,
-    params_by_fqn,
 )
 from composable_shard.tensor import is_owned_by_other_rank
 
@@ -46,8 +46,21 @@ def as_list(optimizers: Optimizers) -> list[Optimizer]:
 
 def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[Group]:
     """Return the groups of all optimizers, empty ones too, with the parameters' names."""
-    members = _members(model)
-    order = {canonical(name): i for i, name in enumerate(model.state_dict())}
+    return view_named(ParamNames.of(model), map(canonical, model.state_dict()), optimizers)
+
+
+def view_named(
+    names: ParamNames, in_order: Iterable[str], optimizers: Iterable[Optimizer]
+) -> list[Group]:
+    """Return the groups of all optimizers of a model whose names are known.
+
+    Args:
+        names: Of the model's parameters.
+        in_order: Names of its state dict.
+        optimizers: Of its parameters.
+    """
+    members = _members(names)
+    order = {name: i for i, name in enumerate(in_order)}
     groups = []
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
@@ -67,9 +80,9 @@ def view_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> list[G
     return groups
 
 
-def _members(model: nn.Module) -> dict[int, Member]:
-    found = {id(p): Member(p, canonical(name)) for name, p in model.named_parameters()}
-    for managed in params_by_fqn(model).values():
+def _members(names: ParamNames) -> dict[int, Member]:
+    found = {id(param): Member(param, fqn) for fqn, param in names.registered.items()}
+    for managed in names.managed.values():
         sharded = managed.entry.sharded
         found[id(sharded)] = Member(sharded, managed.names[0], managed)
     return found

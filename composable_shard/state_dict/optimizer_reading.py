@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from composable_shard.state_dict.gathering import (
     copied,
     gather_full,
 )
-from composable_shard.state_dict.model_tensors import ModelRanks
+from composable_shard.state_dict.model_tensors import ModelRanks, ParamNames
 from composable_shard.state_dict.nested_state import (
     REST,
     read_states,
@@ -36,6 +37,7 @@ from composable_shard.state_dict.optimizer_groups import (
     as_list,
     group_kinds,
     names_by_handle,
+    view_named,
     view_optimizers,
 )
 from composable_shard.state_dict.packed_values import from_bytes, pack, to_bytes, unpack
@@ -59,8 +61,8 @@ def get_optimizer_state_dict(
     The form is `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn, ...]}]}`, as
     for a plain optimizer of the full model. State of a parameter's shape is a FlatShard that shares
     memory with the optimizer's. With `full_state_dict` it is a whole plain tensor, for one
-    all-gather for each flat parameter and kind of state. Parameters without state are left out. Two
-    all-gathers of 31 bytes for each process group compare the ranks.
+    all-gather for each flat parameter and kind of state. Parameters without state are left out. One
+    all-gather of 31 bytes for each process group compares the ranks.
 
     Args:
         model: The model that the optimizers were built for.
@@ -86,21 +88,40 @@ def get_optimizer_state_dict(
             for number, optimizer in enumerate(as_list(optimizers)):
                 if not any(each[number] for each in told):
                     stack.enter_context(made_state(optimizer))
-        return _read(model, ranks, as_list(optimizers), options)
+        return _read(ranks, partial(view_optimizers, model, as_list(optimizers)), options)
+
+
+@torch.no_grad()
+def read_named_state(
+    ranks: ModelRanks, names: ParamNames, in_order: Iterable[str], optimizer: Optimizer
+) -> dict[str, Any]:
+    """Return an optimizer's state, in shards, as `get_optimizer_state_dict` does.
+
+    Args:
+        ranks: Of the model, whose state dict has been made: so it was checked.
+        names: Of its parameters.
+        in_order: Names of the state dict.
+        optimizer: Of its parameters.
+    """
+    return _read(ranks, partial(view_named, names, in_order, [optimizer]), StateDictOptions())
 
 
 def _read(
-    model: nn.Module, ranks: ModelRanks, optimizers: list[Optimizer], options: StateDictOptions
+    ranks: ModelRanks, view: Callable[[], list[Group]], options: StateDictOptions
 ) -> dict[str, Any]:
     if options.full_state_dict and options.rank0_only:
         ranks.check_one_is_first()
-    with ranks.agreed():
-        groups = view_optimizers(model, optimizers)
+    groups: list[Group] = []
+    states: States = {}
+
+    def read() -> list[Any]:
+        groups.extend(view())
         found = read_states(groups)
         order = [fqn for group in groups for fqn in group.fqns] + [REST]
-        states = {fqn: found[fqn] for fqn in order if found.get(fqn)}
-        packed = _pack_kinds(groups, states)
-    messages = ranks.all_messages(packed)
+        states.update({fqn: found[fqn] for fqn in order if found.get(fqn)})
+        return _pack_kinds(groups, states)
+
+    messages = ranks.told_by_all(read)
     if len(messages) > 1:
         told: list[States] = [unpack(each) for each in messages]
         states = _complete(ranks, groups, states, told, takes_large=options.full_state_dict)

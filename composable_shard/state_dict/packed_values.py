@@ -21,10 +21,14 @@ def pack(value: Any, tensors: dict[str, Tensor]) -> list[Any]:
     """
     tree = json_tree.encode(value, "", tensors)
     told = {
-        name: [list(t.shape), t.dtype, to_bytes(t).hex() if t.numel() <= _MAX_NUMEL else None]
+        name: [
+            list(t.shape),
+            json_tree.encode(t.dtype, name, {}),
+            to_bytes(t).hex() if t.numel() <= _MAX_NUMEL else None,
+        ]
         for name, t in tensors.items()
     }
-    return [tree, json_tree.encode(told, "", {})]
+    return [tree, told]
 
 
 def unpack(

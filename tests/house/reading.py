@@ -104,7 +104,6 @@ OPTION_MODULES = frozenset(
 IMPORTED_OPTIONS: dict[str, set[str]] = {
     "flat_param/handle.py": {"flat_param.user_hooks"},
     "runtime/reduction_queue.py": {"flat_param.user_hooks"},
-    "flat_param/gradient_reduction.py": {"comm.hooks"},
 }
 
 
