@@ -145,7 +145,7 @@ def _fix_owners(contexts: list[TreeContext]) -> None:
 
 def _outermost(contexts: list[TreeContext], module: nn.Module) -> list[nn.Module]:
     # Outermost modules first, for the longest names.
-    return [root for context in contexts for root in alive(context.modules)] + [module]
+    return [*dict.fromkeys([root for each in contexts for root in alive(each.modules)] + [module])]
 
 
 def _check_trees(contexts: list[TreeContext], modules: list[nn.Module], has_values: bool) -> None:

@@ -43,7 +43,8 @@ def check_whole(model: nn.Module) -> None:
 def find_unmanaged(modules: Sequence[nn.Module]) -> list[str]:
     """Return names of trainable parameters in `modules` that no unit manages, outermost first."""
     seen: set[nn.Module] = set()
-    places = [place for module in modules for place in _iter_unknown(module, "", seen)]
+    others = DistributedDataParallel, *fsdp_classes()
+    places = [place for module in modules for place in _iter_unknown(module, "", seen, others)]
     states = [state for module in modules for state in get_states(module)] if places else []
     return _unmanaged_names(places, states) if places else []
 
@@ -69,12 +70,14 @@ def raise_unmanaged(names: list[str], states: Sequence[ShardState]) -> None:
     )
 
 
-def _iter_unknown(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[_Place]:
+def _iter_unknown(
+    module: nn.Module, prefix: str, seen: set[nn.Module], others: tuple[type, ...]
+) -> Iterator[_Place]:
     """Yield the trainable parameters below a module that no unit or other library manages."""
     if module in seen:
         return
     seen.add(module)
-    if isinstance(module, (DistributedDataParallel, *fsdp_classes())):
+    if isinstance(module, others):
         return
     # Our own mark is found too. Below a unit there may be parameters that came later.
     if read_state(module) is None and find_applied(module) is not None:
@@ -85,7 +88,7 @@ def _iter_unknown(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Itera
             yield f"{prefix}{key}", module, key, param
     for key, child in modules_of(module).items():
         if child is not None:
-            yield from _iter_unknown(child, f"{prefix}{key}.", seen)
+            yield from _iter_unknown(child, f"{prefix}{key}.", seen, others)
 
 
 def _unmanaged_names(places: Iterable[_Place], states: Sequence[ShardState]) -> list[str]:
