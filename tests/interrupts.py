@@ -76,6 +76,7 @@ class Program:
 PROGRAMS = {
     "plain": Program(),
     "four_ranks": Program(world_size=4),
+    "small_group": Program({"reshard_after_forward": 2}, world_size=4),
     "no_sync": Program(microbatches=2),
     "keeps_params": Program({"strategy": ShardingStrategy.SHARD_GRAD_OP}),
     "shards_optim": Program({"strategy": ShardingStrategy.SHARD_OPTIM}, microbatches=2),
@@ -346,26 +347,24 @@ def are_all_at(place: str) -> bool:
 _numbers = itertools.count()
 
 
-def count_lines(name: str) -> int:
-    """Return how many lines of the package a step of a program runs."""
-    return _watched(name).num_lines
+def moments_of(name: str) -> dict[str, list[int]]:
+    """Return when a step of a program runs each line, by its place."""
+    return _watched(name).moments
 
 
-def distinct_moments(name: str) -> dict[str, list[int]]:
-    """Return when each line that a step of a program runs is run first and last."""
-    moments = _watched(name).moments
-    return {place: [found[0], found[-1]] for place, found in moments.items()}
+def on_all_ranks(name: str, *, is_distinct: bool = False) -> list[Moment]:
+    """Return the moments at which all ranks run one line, each rank's own, in order.
 
-
-def on_all_ranks(name: str, moments: Iterable[int]) -> list[Moment]:
-    """Return moments of a program that are the same on all ranks."""
-    return [(moment,) * PROGRAMS[name].world_size for moment in moments]
-
-
-def _common(found: list[dict[str, list[int]]]) -> list[Moment]:
-    """Return the moments of lines that all ranks run, each rank's own."""
-    places = [place for place in found[0] if all(place in each for each in found)]
-    moments = {tuple(each[place][i] for each in found) for place in places for i in (0, 1)}
+    Ranks may count other lines before it. With `is_distinct` a line's first and last moment alone.
+    """
+    finder = importlib.import_module("tests.interrupts").moments_of
+    found = run_ranks(PROGRAMS[name].world_size, finder, name)
+    moments = set()
+    for lists in ([each.get(place, []) for each in found] for place in found[0]):
+        if is_distinct and all(lists):
+            moments |= {tuple(each[i] for each in lists) for i in (0, -1)}
+        elif len(set(map(len, lists))) == 1:
+            moments.update(zip(*lists, strict=True))
     return sorted(moments)
 
 
@@ -440,22 +439,25 @@ def run_chunk(name: str, moments: list[Moment], folder: str) -> tuple[int, list[
     return num_run, failures
 
 
-def _jobs(args: argparse.Namespace, counts: dict[str, int]) -> Iterator[tuple[str, list[Moment]]]:
-    """Yield moments of programs: the one that is asked for, all, or random ones without end."""
+def _jobs(
+    args: argparse.Namespace, known: dict[str, list[Moment]]
+) -> Iterator[tuple[str, list[Moment]]]:
+    """Yield moments of programs: the one that is asked for, all, or random ones without end.
+
+    A moment's number is that of the first rank.
+    """
     random = Random(args.seed)
     if args.only is not None:
-        yield from ((name, on_all_ranks(name, [args.only])) for name in counts)
+        for name, moments in known.items():
+            yield name, [moment for moment in moments if moment[0] == args.only]
     elif args.seed is None:
-        finder = importlib.import_module("tests.interrupts").distinct_moments
-        for name, count in counts.items():
-            moments = on_all_ranks(name, range(args.first, count + 1, args.every))
-            if args.distinct:
-                moments = _common(run_ranks(PROGRAMS[name].world_size, finder, name))
-            for start in range(0, len(moments), 200):
-                yield name, moments[start : start + 200]
+        for name, moments in known.items():
+            chosen = [moment for moment in moments if moment[0] >= args.first][:: args.every]
+            for start in range(0, len(chosen), 200):
+                yield name, chosen[start : start + 200]
     while args.seed is not None and args.only is None:
-        name = random.choice(list(counts))
-        yield name, on_all_ranks(name, sorted(random.sample(range(1, counts[name] + 1), 40)))
+        name = random.choice(list(known))
+        yield name, sorted(random.sample(known[name], 40))
 
 
 def run_interrupts() -> int:
@@ -470,10 +472,9 @@ def run_interrupts() -> int:
     parser.add_argument("--seed", type=int)
     args = parser.parse_args()
     end, num_run, num_failed = time.monotonic() + args.seconds, 0, 0
-    counter = importlib.import_module("tests.interrupts").count_lines
     names = args.program or list(PROGRAMS)
-    counts = {name: min(run_ranks(PROGRAMS[name].world_size, counter, name)) for name in names}
-    for name, moments in _jobs(args, counts):
+    known = {name: on_all_ranks(name, is_distinct=args.distinct) for name in names}
+    for name, moments in _jobs(args, known):
         with tempfile.TemporaryDirectory(prefix="interrupts-") as folder:
             num, failures = run_chunk(name, moments, folder)
         num_run, num_failed = num_run + num, num_failed + len(failures)
@@ -482,7 +483,8 @@ def run_interrupts() -> int:
         if time.monotonic() > end:
             break
     shut_down_workers()
-    sys.stdout.write(f"{num_run} interrupts of {counts} lines, {num_failed} failed\n")
+    counts = {name: len(moments) for name, moments in known.items()}
+    sys.stdout.write(f"{num_run} interrupts of {counts} moments, {num_failed} failed\n")
     return bool(num_failed)
 
 

@@ -34,9 +34,9 @@ from composable_shard.comm.devices import (
 from composable_shard.comm.groups import ShardGroup, SmallGroup
 from composable_shard.comm.hooks import (
     CommHook,
+    HookCall,
     ReductionStage,
     StageKey,
-    call_hook,
     then_call_hook,
 )
 from composable_shard.comm.host_group import HostGroup, Messages, get_host_group

@@ -212,7 +212,7 @@ class AllGather:
             what = f"the {when} gather of {self._name}" if when else str(self._name)
             identity = identify(what, "all_gather", self._nbytes, is_of_step=bool(when))
             self._identities[when] = identity
-        order = self._order  # as `note` does, without a call
+        order = self._order  # of the group's collectives; as its `note` does, without a call
         if len(order.issued) > MAX_ISSUED:
             order.fold()
         order.issued.append(identity)
@@ -346,7 +346,14 @@ def _choose_sum(
 
 
 class ReduceScatter:
-    """A reduce-scatter, prepared once and started many times."""
+    """A reduce-scatter, prepared once and started many times.
+
+    Attributes:
+        dtype, device: Of its input.
+        launch_group: The group of the collective that it issues; None if that is unknown.
+    """
+
+    launch_group: dist.ProcessGroup | None
 
     def __init__(
         self,
@@ -359,7 +366,7 @@ class ReduceScatter:
 
         Inputs of uneven parts, `numels` as in `AllGather`, may be overwritten.
         """
-        self.dtype = dtype
+        self.dtype, self.device, self.launch_group = dtype, device, group
         self._group, self._size, self._numels = group, group.size(), numels
         self._order = order_of(group)
         self._identities: dict[tuple[str, int], int] = {}
@@ -409,7 +416,7 @@ class ReduceScatter:
             what = f"the reduction of {unit}"
             identity = identify(what, "reduce_scatter", nbytes, is_of_step=True)
             self._identities[key] = identity
-        order = self._order  # as `note` does, without a call
+        order = self._order  # of the group's collectives; as its `note` does, without a call
         if len(order.issued) > MAX_ISSUED:
             order.fold()
         order.issued.append(identity)

@@ -10,7 +10,8 @@ Instead:
 - Work on a side stream begins with a wait for the compute stream. So memory of a side stream that
   compute reads may be freed as soon as that compute has been issued.
 - Memory of the compute stream that a side stream reads is kept until the compute stream has waited
-  for that side stream.
+  for that side stream. A model that is dropped before gives all its memory back, so what is issued
+  after that waits, too: `make_streams`.
 
 [Note: Copies and waits]
 A copy between device and pinned host memory runs beside the Python code that starts it. Until it is
@@ -21,6 +22,7 @@ when they are waited for, to prove that no code relies on it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,7 +66,18 @@ def make_streams(device: torch.device) -> Streams | None:
     """Return side streams; None on the CPU, where works are waited for instead."""
     if device.type in ("cpu", "meta"):
         return None
-    return Streams(torch.Stream(device, priority=-1), torch.Stream(device, priority=-1))
+    streams = Streams(torch.Stream(device, priority=-1), torch.Stream(device, priority=-1))
+    end = weakref.finalize(streams, _await_dropped, streams.unshard_stream, streams.reduce_stream)
+    end.atexit = False
+    return streams
+
+
+def _await_dropped(*streams: torch.Stream) -> None:
+    """Let the current stream wait for what a model that was dropped has in flight."""
+    with suppress(RuntimeError):  # in a fork the device can't be used
+        if not is_capturing(streams[0].device):
+            for stream in streams:
+                torch.accelerator.current_stream().wait_stream(stream)
 
 
 HOST = torch.device("cpu")

@@ -131,6 +131,17 @@ class ShardGroup:
             known[key] = found
         return found
 
+    def wait_for_interrupted(self) -> None:
+        """Wait for the collectives that an interrupt may have lost, of all groups of these ranks.
+
+        Call it before memory that they may write is freed.
+        """
+        groups = self.replicate_groups
+        if self.size > 1:  # small groups, and one for reductions, are among those made
+            groups = *self.groups, *_made_groups.get(self.group, {}).values()
+        for group in dict.fromkeys(groups):
+            collectives.wait_for_interrupted(group)
+
     def check_host_collectives(self) -> None:
         """Check that the ranks can also send tensors in host memory."""
         for group in (self.group, *self.joint_groups):

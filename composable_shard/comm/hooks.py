@@ -10,7 +10,7 @@ accelerator the hook and its `wait()` run on the reduce stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,24 +69,83 @@ class ReductionStage:
 CommHook = Callable[[Any, ReductionStage], Waitable | None]
 
 
-def call_hook(hook: CommHook, state: object, stage: ReductionStage) -> Waitable:
-    """Call a hook; return its work.
+class HookCall:
+    """A comm hook with its first argument, in place of the collectives of a unit's reductions.
 
-    A hook may call the backend's collectives, which carry no identity. So the ranks first exchange
-    which stage the hook will reduce. [Note: First steps]
+    Attributes:
+        name: The hook's name, which the ranks compare.
     """
-    if hook is not then_call_hook:
-        gradient = stage.gradient
-        collectives.announce(stage.group, gradient.device, stage.kind, gradient.nbytes, stage.what)
-    # A backward with create_graph enables gradients.
-    with torch.no_grad(), explained(stage.group):
-        work = hook(state, stage)
-    if work is not None and not callable(getattr(work, "wait", None)):
-        name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        raise TypeError(
-            f"expected the comm hook {name} to return None or an object with wait(), got {work!r}"
+
+    def __init__(self, hook: CommHook, state: object) -> None:
+        self._hook, self._state = hook, state
+        self.name = str(getattr(hook, "__qualname__", type(hook).__qualname__))
+
+    def reduce(self, stage: ReductionStage) -> Waitable:
+        """Call the hook; return its work.
+
+        A hook may call the backend's collectives, which carry no identity. So the ranks first
+        exchange which stage the hook will reduce. [Note: First steps]
+        """
+        if self._hook is not then_call_hook:
+            like = stage.gradient
+            collectives.announce(stage.group, like.device, stage.kind, like.nbytes, stage.what)
+        # A backward with create_graph enables gradients.
+        with torch.no_grad(), explained(stage.group):
+            work = self._hook(self._state, stage)
+        if work is not None and not callable(getattr(work, "wait", None)):
+            raise TypeError(
+                f"expected the comm hook {self.name} to return None or an object with wait(), got "
+                f"{work!r}"
+            )
+        return _HookWork(work, stage.group)
+
+    def make_sum(
+        self, *arguments: Any, gaps: Sequence[tuple[int, int]], before: ReduceScatter | None
+    ) -> ReduceScatter:
+        """Return a reduce-scatter that the hook performs.
+
+        Args:
+            arguments: Those of `ReduceScatter`.
+            gaps: Ranges of its input that hold no gradient.
+            before: The one that it replaces, if any, of the same flat parameter.
+        """
+        key = before.key if isinstance(before, _HookedSum) else StageKey()
+        return _HookedSum(self, gaps, key, *arguments)
+
+
+class _HookedSum(ReduceScatter):
+    """A reduce-scatter that a comm hook performs."""
+
+    def __init__(
+        self, hook: HookCall, gaps: Sequence[tuple[int, int]], key: StageKey, *arguments: Any
+    ) -> None:
+        super().__init__(*arguments)
+        self._hook, self._gaps, self.key = hook, gaps, key
+        self.launch_group = None
+
+    def scratch_parts(self, *, in_place: bool) -> int:
+        """Return 0: a hook brings memory of its own."""
+        return 0
+
+    def start(
+        self,
+        output: Tensor,
+        input: Tensor,
+        scratch: Tensor | None,
+        scale: float = 1.0,
+        *,
+        unit: str = "a unit",
+    ) -> PendingReduction:
+        """Let the hook start summing."""
+        # The gaps were not packed, but a hook may quantise them with their neighbours.
+        for start, end in self._gaps:
+            input[start:end].zero_()
+        group, numels = self._group, None if self._numels is None else tuple(self._numels)
+        stage = ReductionStage(
+            "reduce_scatter", input, output, group, scale, self.key, numels, unit
         )
-    return _HookWork(work, stage.group)
+        work = self._hook.reduce(stage)
+        return PendingReduction(work, stage.output, stage.gradient, None, stage.scale)
 
 
 class _HookWork:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from composable_shard.comm import ShardGroup, compare_units
@@ -93,11 +93,12 @@ def build_state(
     replaced: list[_Replaced] = []
     hooks: list[RemovableHandle] = []
     undo += partial(_give_all_back, replaced), partial(_remove_all, hooks)
-    for members, handle in built:
-        for original, entry in zip(members, handle.entries, strict=True):
-            entry.add_slots(original.slots)
-            _replace_parameter(original, entry, replaced, hooks)
-        form.show(handle)
+    with torch.enable_grad():  # for `_refuse_graphs_from_before`
+        for members, handle in built:
+            for original, entry in zip(members, handle.entries, strict=True):
+                entry.add_slots(original.slots)
+                _replace_parameter(original, entry, replaced, hooks)
+            form.show(handle)
     for item in plan.borrowed:
         undo.append(partial(_show_in, item, item.entry.slots))
         item.entry.add_slots(item.slots)
@@ -111,6 +112,7 @@ def build_state(
         [handle for _, handle in built],
         list(dict.fromkeys(item.handle for item in plan.borrowed)),
         before_forward=prepare_buffers(plan, shard_group),
+        inside=(module for walk in plan.walks for _, module in walk),
     )
     state.leave_out(plan.ignored)
     return state
@@ -205,8 +207,9 @@ def _replace_parameter(
 
 def _refuse_graphs_from_before(param: nn.Parameter, label: ParamLabel) -> RemovableHandle:
     # A graph from before keeps the node alive, and would accumulate an unused gradient.
-    node = get_gradient_edge(param).node
-    return node.register_prehook(partial(_refuse_backward, label))
+    node: Any = param.view_as(param).grad_fn  # as `get_gradient_edge` does
+    accumulate: Node = node.next_functions[0][0]
+    return accumulate.register_prehook(partial(_refuse_backward, label))
 
 
 def _refuse_backward(label: ParamLabel, _: object) -> NoReturn:

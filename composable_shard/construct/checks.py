@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import CodeType
 
 import torch
@@ -38,9 +38,14 @@ def check_scripted(plan: Plan) -> None:
             )
 
 
-def check_modules(modules: list[nn.Module]) -> None:
-    """Check that modules can be one unit: not sharded yet, and with calls that run hooks."""
-    for module in modules:
+def check_modules(walks: Iterable[Sequence[tuple[str, nn.Module]]]) -> None:
+    """Check that modules can be one unit: not sharded yet, and with calls that run hooks.
+
+    Args:
+        walks: What `named_modules()` of each of them returns.
+    """
+    for walk in walks:
+        module = walk[0][1]
         kind = type(module).__name__
         # Before `find_applied`, which finds our own mark too and would name torch.
         if read_state(module) is not None:
@@ -73,7 +78,7 @@ def check_modules(modules: list[nn.Module]) -> None:
                 "super().__call__ there."
             )
         others = fsdp_classes()
-        for name, child in module.named_modules():
+        for name, child in walk:
             if isinstance(child, others):
                 raise ValueError(
                     f"'{name or kind}' is sharded by torch's FSDP already; "

@@ -33,14 +33,11 @@ from composable_shard.options import (
 )
 from composable_shard.runtime import (
     ShardState,
-    apply_policy,
     attach_state,
-    get_states,
     join_owners,
-    make_small_group,
+    new_context,
     read_state,
     rename,
-    share_context,
 )
 
 _M = TypeVar("_M", bound=nn.Module | Iterable[nn.Module])
@@ -187,12 +184,13 @@ def form_unit(
     """
     shard_group = find_shard_group(options)
     plan = plan_unit(modules, options, shard_group.size, shard_group)
-    make_small_group(shard_group, plan.reshard_after_forward)
+    plan.choose_policy(shard_group)
     if options.separate_reduce_group:
         shard_group = shard_group.with_reduce_group()
     # Tensors made inside inference mode, or kept from it, could not be trained or written.
     with ExitStack() as undo, torch.inference_mode(False):
-        inner = list(dict.fromkeys(state for root in modules for state in get_states(root)))
+        inside = (read_state(module) for walk in plan.walks for _, module in walk)
+        inner = list(dict.fromkeys(state for state in inside if state is not None))
         handles = [handle for state in inner for handle in state.handles]
         set_owners(plan, handles, shard_group, owners, undo)
         _form(plan, inner, shard_group, undo)
@@ -211,15 +209,16 @@ def _form(
     steps = remember(plan, inner, owns=owns)
     undo.callback(run_backwards, steps)
     state = build_state(plan, built, shard_group, steps)
-    apply_policy(state, plan.reshard_after_forward)
+    plan.policy.apply(state)
     register_boundaries(plan.kept_modules)
     for root in modules:
         attach_state(root, state)
         register_hooks(root, state)
     register_state_dict_hooks(modules, plan.unmanaged_modules, state)
-    for root in modules:
-        rename(root)
-    join_owners(share_context(modules), [item.handle for item in plan.borrowed])
+    for walk in plan.walks:
+        rename(walk)
+    context = new_context(modules, [state, *inner])
+    join_owners(context, [item.handle for item in plan.borrowed])
     number = shard_group.next_unit_number()
     for handle in state.handles:
         handle.label.set_number(number)

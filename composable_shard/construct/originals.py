@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from composable_shard.comm import ShardGroup
 from composable_shard.construct.split_by_hand import PlainPart
 from composable_shard.flat_param import (
     FORMS,
@@ -22,6 +23,7 @@ from composable_shard.flat_param import (
 )
 from composable_shard.layout import block_numel, is_owned
 from composable_shard.options import Granularity, ReshardAfterForward, UnitOptions
+from composable_shard.runtime import ReshardPolicy
 
 
 @dataclass(slots=True)  # a plan may have 100,000: slots save objects for the collector
@@ -113,6 +115,7 @@ class Plan:
     """All that one `fully_shard` call is going to change; nothing has been changed yet."""
 
     modules: list[nn.Module]
+    walks: list[list[tuple[str, nn.Module]]]  # what `named_modules()` of each of them returns
     originals: list[Original]
     borrowed: list[Borrowed]
     unmanaged_modules: list[nn.Module]
@@ -120,6 +123,11 @@ class Plan:
     reshard_after_forward: ReshardAfterForward = None  # for the ranks that share the unit
     kept_modules: list[nn.Module] = field(default_factory=list)  # compute in the main dtype
     ignored: list[Slot] = field(default_factory=list)  # places of `ignored_params`
+    policy: ReshardPolicy = field(init=False)  # how much the unit keeps, once that is chosen
+
+    def choose_policy(self, shard_group: ShardGroup) -> None:
+        """Choose how much is kept between forward and backward; call it on all ranks."""
+        self.policy = ReshardPolicy(self.reshard_after_forward, shard_group)
 
     @property
     def form(self) -> AskedForm:

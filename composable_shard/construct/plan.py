@@ -58,8 +58,9 @@ def plan_unit(
         inner: Modules to treat as if they were sharded already.
         managed: Ids of parameters to treat as if units of `inner` managed them already.
     """
-    check_modules(modules)
-    plan = _find_params(modules, options, inner, managed)
+    walks = [list(module.named_modules()) for module in modules]
+    check_modules(walks)
+    plan = _find_params(modules, walks, options, inner, managed)
     _find_kept(plan)
     check_scripted(plan)
     # First of what reads values: it finds the extensions, without which `dense` is the wrapper.
@@ -92,6 +93,7 @@ def plan_unit(
 
 def _find_params(
     modules: list[nn.Module],
+    walks: list[list[tuple[str, nn.Module]]],
     options: UnitOptions,
     inner: Container[nn.Module],
     managed: Container[int],
@@ -129,6 +131,7 @@ def _find_params(
                     known.further_slots += () if known is new else find_slots(place, name)
     return Plan(
         modules,
+        walks,
         list(originals.values()),
         list(borrowed.values()),
         unmanaged,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -27,6 +28,8 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     The tensor's own stride if its elements fill a contiguous range in any order of dims (row-major,
     channels-last, transposed), row-major otherwise (expanded, strided slices).
     """
+    if tensor.is_contiguous() and not {0, 1}.intersection(tensor.shape):
+        return tensor.stride()  # of most
     expected = 1
     for size, stride in sorted(
         zip(tensor.shape, tensor.stride(), strict=True), key=lambda dim: (dim[1], dim[0])
@@ -46,8 +49,10 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 def zero_gaps(shard: Tensor, layout: FlatLayout, rank: int) -> None:
     """Set the gaps between parameters in a rank's shard to zero, because they count in norms."""
-    for gap in shard.split_with_sizes(layout.piece_numels(rank))[::2]:
-        gap.zero_()
+    sizes = layout.piece_numels(rank)
+    for end, numel in zip([*accumulate(sizes)][::2], sizes[::2], strict=True):
+        if numel:  # most gaps are empty
+            shard[end - numel : end].zero_()
 
 
 def zero_padding(full: Tensor, layout: FlatLayout) -> None:
@@ -74,7 +79,7 @@ class ParamEntry:
         return self.spec.label
 
     def slice_of(self, shard: Tensor) -> Tensor:
-        """Return the parameter's part of a tensor of shape `(layout.shard_numel,)`, a view."""
+        """Return the parameter's part of a tensor of shape `(own_numel,)`, a view."""
         spec = self.spec
         if spec.index is None:
             start, end = spec.local_range

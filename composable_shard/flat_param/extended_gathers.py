@@ -176,12 +176,18 @@ class Codec:
         wrapped, inputs, metadata = self._encode()
         sent = [each.view(-1).view(torch.uint8) for each in inputs]
         ranks, works = self.shard.shard_group, list[Waitable]()
-        for part, own in zip(self._parts, sent, strict=True):
-            if ranks.size == 1:
-                part.copy_(own)
-            else:
-                work = collectives.all_gather(part, own, ranks.group, what=what, is_of_step=True)
-                works.append(work)
+        try:
+            for part, own in zip(self._parts, sent, strict=True):
+                if ranks.size == 1:
+                    part.copy_(own)
+                else:
+                    works.append(
+                        collectives.all_gather(part, own, ranks.group, what=what, is_of_step=True)
+                    )
+        except BaseException:
+            for work in works:  # who frees the memory waits for the last one alone
+                collectives.abandon(work)
+            raise
 
         def fill() -> None:
             sent.clear()  # the gathers have read it

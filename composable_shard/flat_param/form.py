@@ -27,7 +27,7 @@ class Cutter(Protocol):
     """Cuts a shard of gradients into those of the parameters at rest."""
 
     def split(self, shard: Tensor, /) -> list[Tensor]:
-        """Return views of a shard of shape `(layout.shard_numel,)`."""
+        """Return views of a shard of shape `(own_numel,)`."""
         ...
 
 

@@ -9,9 +9,10 @@ were written meanwhile: graphs of the former values raise, as they do in a plain
 shards that are part of the buffer locks it.
 
 [Note: Kept buffers]
-Where the strategy keeps parameters unsharded, and where one rank holds them all, the unsharded
-buffer is never freed, and this rank's part of it is the local shard. The optimizer writes into it,
-and the next forward that finds `guard.num_writes` changed gathers the other ranks' parts in place.
+Where the strategy keeps parameters unsharded, as all but `FULL_SHARD` do, and where one rank holds
+them all, the unsharded buffer is never freed, and this rank's part of it is the local shard. The
+optimizer writes into it, and the next forward that finds `guard.num_writes` changed gathers the
+other ranks' parts in place.
 
 [Note: Graphs of gradients]
 The graph that a backward makes with create_graph reads full values too, and no hook shows when, as
@@ -86,7 +87,7 @@ class FullValues:
         unversioned: The same memory for collectives: what they write to it changes no version that
             autograd has saved, [Note: Storage and autograd]. A gather's output; for gradients in
             the place of values the input of their reduction.
-        own_part: Shape `(layout.shard_numel,)`, this rank's part of `unversioned`.
+        own_part: Shape `(own_numel,)`, this rank's part of `unversioned`.
         is_kept: The buffer is never freed, see [Note: Kept buffers].
 
     Attributes:
@@ -283,9 +284,7 @@ class FullValues:
 
     def _abandon(self, streams: Streams | None) -> None:
         """Free the values after an error or interrupt of `gather`, which may have lost its work."""
-        if self.is_sharded:
-            # The backend may still write into the buffer.
-            collectives.wait_for_interrupted(self.shard.shard_group.group)
+        self.shard.shard_group.wait_for_interrupted()  # the backend may still write
         if streams is not None:
             torch.accelerator.current_stream().wait_stream(streams.unshard_stream)
         self._give_up()

@@ -6,8 +6,12 @@ parameter has run, so the gradient may take the place of the value: the unsharde
 just the right layout, and the backward of a unit then needs no second buffer. Where a later use
 is possible (create_graph, a backward nested in a backward, a forward that still runs or that no
 hooks have seen, a detached alias, a graph recorded while the parameter was frozen), the gradients
-are packed into a buffer of their own. The write changes the parameter's version counter, so a late
-read that this rule misses raises in autograd; the next gather restores the counters.
+are packed into a buffer of their own. `FlatGradients.pack` decides that for a round, of four facts:
+what the unit and the backward allow (`_pack` of runtime/backward.py), the dtypes and the layout
+(`Packing.fits_values`), the state of the full values, and who else may read them (`Readers`).
+
+The write changes the parameter's version counter, so a late read that this rule misses raises in
+autograd; the next gather restores the counters.
 
 [Note: Persistent gradients]
 Under `SHARD_OPTIM`, and where each rank holds the whole parameter, the buffer stays from the
@@ -25,7 +29,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, strided
 from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import ShardGroup
@@ -61,8 +65,9 @@ class GradPieces:
         self._indices = [place for place, index in enumerate(kept) if index % 2]
 
     def split(self, shard: Tensor) -> list[Tensor]:
-        """Return the parameters' parts of a shard of shape `(layout.shard_numel,)`."""
-        parts = shard.unsafe_split_with_sizes(self._sizes)  # views that don't keep the shard itself
+        """Return the parameters' parts of a shard of shape `(own_numel,)`."""
+        # Views that keep the shard's memory, and not the tensor.
+        parts = shard.unsafe_split_with_sizes(self._sizes)
         return [parts[index] for index in self._indices]
 
 
@@ -74,12 +79,14 @@ def wrap_all(
     Like `wrap`, but for tensors of one dtype and device, which saves calls.
     """
     first = next((each for each in locals_ if each is not None), None)
-    kind = () if first is None else (first.dtype, torch.strided, first.device)
+    dtype, device = (None, None) if first is None else (first.dtype, first.device)
+    are_owned = bool(entries[0].spec.layout.owners)  # asked once: an attribute of a spec is slow
     shards: list[FlatShard | None] = []
     for local, entry in zip(locals_, entries, strict=True):
         spec, shard = entry.spec, None
-        if local is not None and not spec.is_owned_by_other_rank:
-            shard = make_wrapper(FlatShard, spec.shape, spec.wrapper_stride, None, None, *kind)
+        if local is not None and not (are_owned and spec.is_owned_by_other_rank):
+            shape, stride = spec.wrapper
+            shard = make_wrapper(FlatShard, shape, stride, None, None, dtype, strided, device)
             shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}
         shards.append(shard)
     return shards
@@ -106,7 +113,7 @@ def add_gradients(
                 continue
             if not isinstance(grad, FlatShard) or grad._local.shape != shard._local.shape:
                 grad = checked_gradient(param, grad)
-            if LATE_READS.are_there:
+            if LATE_READS.are_there:  # a save in the background may read it, [Note: Late reads]
                 LATE_READS.make(grad._local)
             grad._local.add_(shard._local)
 
@@ -153,22 +160,22 @@ class Packing(NamedTuple):
     """How gradients are packed; known once they have buffers.
 
     Attributes:
-        places: Places of the values, in dense shapes, under the parameters' version counters.
+        value_places: Places of the values, in dense shapes, under the parameters' version counters:
+            views of the memory that `full.buffer` and `full.unversioned` share.
         is_plain: Gradients are packed as they come: none is a DTensor, nothing is frozen.
-        may_share: Gradients may overwrite the values, see [Note: Packing in place].
-        is_cast: Gradients are packed in a dtype that differs from the values'.
+        fits_values: A gradient has room in the place of its value, by layout and dtype.
+        is_cast: The reduce dtype differs from the values'. A buffer of their own has the reduce
+            dtype; what is packed in place is cast when its reduction is issued.
         scale: Factor by which gradients are multiplied when they are packed.
         factor: `scale` as a 0-d tensor; None if scale is 1.
-        num_terms: Scratch memory that the reduction needs, in shards.
     """
 
-    places: list[Tensor]
+    value_places: list[Tensor]
     is_plain: bool
-    may_share: bool
+    fits_values: bool
     is_cast: bool
     scale: float
     factor: Tensor | None
-    num_terms: int
 
 
 class GradientMemory:
@@ -176,15 +183,16 @@ class GradientMemory:
 
     Attributes:
         buffer: Shape `(padded_numel,)`; storage size 0 unless a round needs it.
-        views: Places of the parameters, in their dense shapes; empty for parameters without a
-            place. Made when first needed: never, if all gradients are packed in place.
-        part: Shape `(shard_numel,)`: this rank's part, where a reduction ends in place; else None.
-        result: Shape `(shard_numel,)`: persistent memory of the main dtype, where it is needed.
+        places: Of the parameters' gradients, in their dense shapes, views of `buffer`; one without
+            elements for a parameter that has no place. Made when first needed: never, if all
+            gradients are packed in place.
+        part: Shape `(own_numel,)`: this rank's part, where a reduction ends in place; else None.
+        result: Shape `(own_numel,)`: persistent memory of the main dtype, where it is needed.
     """
 
     def __init__(self) -> None:
         self.buffer = self.result = torch.empty(0)
-        self.views: list[Tensor] = []
+        self.places: list[Tensor] = []
         self.part: Tensor | None = None
         self._num_uses = 0  # uses of the buffer's storage by this object
 
@@ -195,21 +203,21 @@ class GradientMemory:
             buffer: With memory, of shape `(layout.padded_numel,)`.
             part: This rank's part, where a reduction ends in place.
         """
-        self.buffer, self.views = buffer, []
+        self.buffer, self.places = buffer, []
         self.part = None if part is None else buffer[slice(*part)]
         self._num_uses = storage_uses_of(buffer)
 
-    def make_views(self, entries: Sequence[ParamEntry], layout: FlatLayout) -> list[Tensor]:
-        """Make `views` of the places of parameters, once the buffer has memory."""
+    def make_places(self, entries: Sequence[ParamEntry], layout: FlatLayout) -> list[Tensor]:
+        """Make `places`, once the buffer has memory."""
         buffer, specs = self.buffer, [each.spec for each in entries]
-        self.views = [
+        self.places = [
             buffer.as_strided(spec.dense_shape, spec.dense_stride, offset)
             if numel == spec.numel
             else buffer[:0]
             for spec, offset, numel in zip(specs, layout.offsets, layout.numels, strict=True)
         ]
         self._num_uses = storage_uses_of(buffer)
-        return self.views
+        return self.places
 
     def is_lost(self, params: Sequence[FlatShard]) -> bool:
         """Move results out of persistent memory; return whether a user still holds the buffer.
@@ -250,8 +258,17 @@ def packing_scale(
 ) -> tuple[float, Tensor]:
     """Return the factor for packing gradients: 1 / ranks, or 1 to divide later.
 
-    Divides when packing in fp16, as a sum may overflow where a mean does not, and where that saves
-    a pass: the result is the whole buffer, or the CPU takes the sum and the division is exact.
+    Gradients are divided once. They are when they are packed:
+
+    - in fp16, as a sum may overflow where a mean does not;
+    - if each rank holds the whole parameter: a later division would be a pass over all of it;
+    - on the CPU if the division is exact, for 2, 4, 8 ... ranks: one pass less over the shard.
+
+    The last two only where packing does not cast. Else the sum is divided, where the reduction
+    ends: `PendingReduction.finish` does it for this rank's part, or NCCL as it adds up (AVG, in
+    `SumAlgorithm`); `FlatReduction.finish` if each rank holds the whole parameter. With two stages
+    it is divided between them, by the number of all ranks. So is a divide factor that the user has
+    set, less what packing has divided already.
 
     Args:
         group: The ranks whose gradients are averaged.

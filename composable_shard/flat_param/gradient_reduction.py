@@ -13,17 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable_shard.comm import (
-    CommHook,
     PendingReduction,
     ReduceScatter,
-    ReductionStage,
     ShardGroup,
-    StageKey,
     Streams,
     Then,
     Waitable,
-    call_hook,
-    collectives,
 )
 from composable_shard.layout import FlatLayout
 from composable_shard.options import UnitSettings
@@ -66,17 +61,23 @@ class ScratchPool:
 class FlatReduction:
     """The reduction of one flat gradient, over the ranks that share the flat parameter.
 
+    `start` issues the reduce-scatter, `end_first_stage` or `finish` waits for it; `deferred` stays
+    None. `TwoStageReduction` overrides what follows: the all-reduce is issued where the first stage
+    ends (on a side stream: together with it), and `finish` waits for both. If it is postponed,
+    `finish` adds the shard to `deferred` and returns None.
+
     Attributes:
         has_second_stage: Whether ranks hold copies of the shard, [Note: Two stages].
         shard_group: The ranks that share the flat parameter, and the ranks that hold copies.
         label: Label of the unit, for messages.
-        settings: The unit's, for the divisor and the comm hook. [Note: Comm hooks]
+        settings: The unit's: the divisor, and what takes the place of its collectives.
         main_dtype: Dtype of `deferred`, and of results that need no further reduction.
         output_dtype: Dtype in which the ranks' terms are added up.
-        own_numel: Elements of this rank's shard.
+        own_numel: Elements of this rank's shard: `layout.shard_numel` where shards are even.
         nbytes: Of the buffers that it reduces.
-        output: Shape `(shard_numel,)`: output of the reduction in flight; None without one.
-        deferred: Shape `(shard_numel,)`, reduce-scattered; a second stage is postponed.
+        num_terms: The scratch memory that it needs beside a buffer, in shards.
+        output: Shape `(own_numel,)`: output of the reduction in flight; None without one.
+        deferred: Shape `(own_numel,)`, reduce-scattered; a second stage is postponed.
     """
 
     has_second_stage = False
@@ -87,15 +88,17 @@ class FlatReduction:
         self._layout = layout
         self._num_ranks = shard_group.num_ranks
         self.own_numel = layout.cut(shard_group.rank + 1) - layout.cut(shard_group.rank)
-        self.nbytes = 0
+        self.nbytes = self.num_terms = 0
+        self._is_in_place = False
         self.label = UnitLabel("?")
         self.settings = UnitSettings()
-        self._key = StageKey()
         self.deferred: Tensor | None = None
         self._reduce_scatter: ReduceScatter | None = None  # where several ranks share
         self._scatter: PendingReduction | None = None  # in flight
         self.output: Tensor | None = None
-        self._scale = 1.0  # of the output, where no reduce-scatter has scaled it
+        # For the output, if each rank holds the whole parameter: a reduce-scatter applies the scale
+        # that it was started with itself.
+        self._scale = 1.0
         self._is_deferred = False
         # On a side stream: the point at which the result is complete, and the stream with the
         # memory that it reads until then.
@@ -103,12 +106,18 @@ class FlatReduction:
         self._read: tuple[torch.Stream, Tensor | None, Tensor | None] | None = None
 
     def bind(
-        self, reduce_dtype: torch.dtype, main_dtype: torch.dtype, device: torch.device
+        self,
+        reduce_dtype: torch.dtype,
+        main_dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_in_place: bool,
     ) -> None:
         """Prepare for buffers of this dtype and device, which need not be the mesh's.
 
         A second stage travels in the dtype of the first. If the main dtype is narrower than the
-        reduce dtype, only the result is rounded to it, once.
+        reduce dtype, only the result is rounded to it, once. `is_in_place`: the output is this
+        rank's part of the buffer.
         """
         group, self.main_dtype = self.shard_group, main_dtype
         self.nbytes = self._layout.padded_numel * reduce_dtype.itemsize
@@ -116,29 +125,31 @@ class FlatReduction:
         self.output_dtype = (
             torch.promote_types(reduce_dtype, main_dtype) if is_wider else reduce_dtype
         )
+        self._is_in_place = is_in_place or self.output_dtype != reduce_dtype
         if group.size > 1:
-            self._reduce_scatter = ReduceScatter(
-                group.reduce_group or group.group, reduce_dtype, device, self._layout.uneven_numels
-            )
+            self._choose_sum(reduce_dtype, device)
+
+    def follow(self, settings: UnitSettings) -> None:
+        """Follow the settings of the unit from now on."""
+        before, self.settings = self.settings, settings
+        if settings.comm_hook is not before.comm_hook and (now := self._reduce_scatter) is not None:
+            self._choose_sum(now.dtype, now.device)
+
+    def _choose_sum(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Choose what sums over the shard group: a reduce-scatter, or what takes its place."""
+        ranks, layout, other = self.shard_group, self._layout, self.settings.comm_hook
+        arguments = ranks.reduce_group or ranks.group, dtype, device, layout.uneven_numels
+        if other is None:
+            self._reduce_scatter = ReduceScatter(*arguments)
+        else:
+            gaps, before = layout.padding_ranges(), self._reduce_scatter
+            self._reduce_scatter = other.make_sum(*arguments, gaps=gaps, before=before)
+        self.num_terms = self._reduce_scatter.scratch_parts(in_place=self._is_in_place)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group of its first collective; None for a comm hook, or a sum over several groups."""
-        ranks = self.shard_group
-        if self.settings.comm_hook is not None or ranks.size == 1:
-            return None
-        return ranks.reduce_group or ranks.group
-
-    def scratch_parts(self, *, in_place: bool) -> int:
-        """Return the collectives' scratch memory beside a buffer, in shards, as `ReduceScatter`.
-
-        Args:
-            in_place: Whether the output is this rank's part of the buffer.
-        """
-        if self._reduce_scatter is None:
-            return 0
-        is_cast = self.output_dtype != self._reduce_scatter.dtype
-        return self._reduce_scatter.scratch_parts(in_place=in_place or is_cast)
+        """The group of its first collective; None if that is unknown, or if there are several."""
+        return None if self._reduce_scatter is None else self._reduce_scatter.launch_group
 
     def start(
         self,
@@ -154,9 +165,9 @@ class FlatReduction:
 
         Args:
             buffer: Shape `(padded_numel,)`, packed on the current stream.
-            scratch: Memory of the size in `scratch_parts`; None if a comm hook reduces.
+            scratch: Memory of `num_terms` shards; None for none.
             streams: The side streams of an accelerator.
-            output: Shape `(shard_numel,)`, where the result goes: this rank's part of `buffer`, or
+            output: Shape `(own_numel,)`, where the result goes: this rank's part of `buffer`, or
                 memory of the main dtype. None for new memory.
             prescale: Factor by which the gradients were multiplied already.
             is_deferred: Whether to postpone the second stage, if there is one.
@@ -169,9 +180,12 @@ class FlatReduction:
         stream = streams.reduce_stream
         # [Note: Streams and memory]; the gradients were packed on the current stream.
         stream.wait_stream(torch.accelerator.current_stream())
-        self._read = stream, scratch, self.deferred
+        self._read = stream, scratch, self.deferred  # `buffer` stays until `free_input` anyway
         with stream:
             output = self._issue(buffer, scratch, scale, output)
+            # All that follows is issued now too: `point_after` calls `stages.wait()`, by which the
+            # stream waits and not this thread. In a launch, [Note: Launches], it does so at the end
+            # of that.
             stages = Then((), partial(self._end_on_stream, stream, output))
             self._done = streams.point_after(stream, stages)
         self.output = output
@@ -185,23 +199,11 @@ class FlatReduction:
     def _issue(
         self, buffer: Tensor, scratch: Tensor | None, scale: float, output: Tensor | None
     ) -> Tensor:
-        group, hook = self.shard_group, self.settings.comm_hook
-        if hook is not None:
-            # The padding was not packed, but a hook may quantise it with its neighbours.
-            for start, end in self._layout.padding_ranges():
-                buffer[start:end].zero_()
         if output is None:
             output = buffer.new_empty(self.own_numel, dtype=self.output_dtype)
-        if group.size > 1:
-            self._scale = 1.0
-            if hook is None:
-                assert self._reduce_scatter is not None
-                unit = self.label.text
-                self._scatter = self._reduce_scatter.start(
-                    output, buffer, scratch, scale, unit=unit
-                )
-            else:
-                self._scatter = self._scatter_by_hook(*hook, output, buffer, scale)
+        if self._reduce_scatter is not None:
+            self._scale, unit = 1.0, self.label.text
+            self._scatter = self._reduce_scatter.start(output, buffer, scratch, scale, unit=unit)
         else:
             self._scale = scale
             self._issue_whole(output, buffer)
@@ -211,17 +213,6 @@ class FlatReduction:
         """Reduce what one rank of each shard group holds all of; no other rank has gradients."""
         output.copy_(buffer)
 
-    def _scatter_by_hook(
-        self, hook: CommHook, state: object, output: Tensor, buffer: Tensor, scale: float
-    ) -> PendingReduction:
-        group, key = self.shard_group.reduce_group or self.shard_group.group, self._key
-        numels = self._layout.uneven_numels
-        stage = ReductionStage(
-            "reduce_scatter", buffer, output, group, scale, key, numels, self.label.text
-        )
-        work = call_hook(hook, state, stage)
-        return PendingReduction(work, stage.output, stage.gradient, None, stage.scale)
-
     def _end_scatter(self) -> Tensor | None:
         if self._scatter is None:
             return None
@@ -229,7 +220,7 @@ class FlatReduction:
         self._scatter = None  # last: an interrupted one is abandoned before memory is freed
         return output
 
-    def advance(self) -> None:
+    def end_first_stage(self) -> None:
         """Wait until the buffer is free; without a second stage the result is complete then."""
         self._end_scatter()
 
@@ -258,8 +249,7 @@ class FlatReduction:
         if self._scatter is not None:
             self._scatter.abandon()
         self._scatter = None
-        if self.shard_group.size > 1:  # an interrupt may have lost a collective
-            collectives.wait_for_interrupted(self.shard_group.group)
+        self.shard_group.wait_for_interrupted()
         if self._read is not None:
             # The stream may read buffers that are about to be reused.
             torch.accelerator.current_stream().wait_stream(self._read[0])

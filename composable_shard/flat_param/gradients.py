@@ -35,44 +35,62 @@ from composable_shard.flat_param.shown import ShownParams
 from composable_shard.flat_param.storage import alloc_storage, free_storage
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import FlatShard, own_gradient, refuse_graphs, set_gradient
-from composable_shard.torch_private import version_of
+from composable_shard.torch_private import DisableTorchFunctionSubclass, version_of
 
 
 class FlatGradients:
-    """The gradients of one flat parameter during a backward pass.
+    """The gradients of one flat parameter, from autograd to `.grad` of the parameters at rest.
 
     A *round* is the gradients from the first one until the reduction that takes them. Where their
-    bytes are, under FULL_SHARD without options:
+    bytes are:
 
-    - as autograd produces one: full size, in autograd's memory, as `.grad` of the full parameter;
-      a hook of the parameter packs it at once and sets `.grad` to None;
-    - packed, times `packing.scale`: in the place of its value in `full.buffer` (`IN_VALUES`,
-      [Note: Packing in place] of grad_pieces.py). In `_memory.buffer` (`IN_BUFFER`) where dtypes
-      differ or a value may still be read: in the first backward nobody knows all readers, nor in
-      one of a forward with a new number of nodes;
-    - from `issue` on: there still, read by the reduction, which writes `reduction.output`, this
-      rank's part; the other one of the two buffers may be its scratch memory;
-    - after `advance` or `finish`: `reduced`, the same part; both buffers are freed;
-    - after `publish`, at the end of the backward: the parameters' `.grad`, views of `reduced`; to a
-      `.grad` that is there already, `reduced` is added in place.
+    1. As autograd produces one: full size, in autograd's memory, as `.grad` of the full parameter.
+       A hook of the parameter packs it at once and sets that `.grad` to None.
+    2. Packed, times `packing.scale`. The first gradient chooses the place of the whole round:
+       - In the places of the values, in `full.buffer` and its dtype (`IN_VALUES`), where
+         [Note: Packing in place] allows it: with `FULL_SHARD` in most backwards.
+       - Else in `_memory.buffer`, in the reduce dtype (`IN_BUFFER`): where values are kept, in a
+         backward that doesn't reduce, in the unit's backwards until one has published, after a
+         forward with a new number of nodes, and where dtypes differ and the reduce dtype is not the
+         wider one.
+    3. From `issue` on the reduction reads them there (`REDUCING`). If they are in the places of the
+       values and the reduce dtype is wider, `issue` casts them into `_memory.buffer` first, and
+       frees the values' memory. The result goes to `reduction.output`, this rank's elements alone.
+    4. After `free_input`, at the next reduction of the tree or at the end of the backward, that
+       memory is free, and the result, in the main dtype, is in `reduced`. With a second stage it
+       stays in `reduction.output` until `add_result`.
+    5. After `publish`, at the end of the backward: `.grad` of the parameters at rest, which are
+       views of what `reduced` was. To a `.grad` that is there already it is added in place.
 
-    A second round in the same backward (a gradient that arrives late) adds to `reduced` too. With a
-    strategy that keeps gradients the buffer stays, [Note: Persistent gradients]. Gradients that a
-    backward does not reduce are packed too: the round goes on until one does. At rest all
-    waiting gradients are packed or in `reduction.deferred`, [Note: Pending gradients].
+    Until 5 `.grad` of the parameters at rest is what earlier backwards have published, if anything.
+    Outside of 1 the `.grad` of full parameters, as users see it, stands for the same
+    (`UnshardedParameter.grad` of param_classes.py).
+
+    A second round in the same backward (a gradient that arrives late) adds to `reduced`. With a
+    strategy that keeps gradients the buffer stays, [Note: Persistent gradients].
+
+    Gradients *wait* for a later backward in two ways. A backward that doesn't reduce leaves them
+    *unsynced*: in `_memory.buffer`, full size on each rank, and the round goes on until a backward
+    reduces it. A backward that postpones the second stage leaves them *deferred*: reduce-scattered
+    and divided by the number of all ranks, in `reduction.deferred`; the sum over the copies is
+    missing. At rest a PendingGradient stands for either as `.grad`, [Note: Pending gradients].
 
     Attributes:
         arrived: For each parameter, whether its gradient is in the buffer.
         was_used: Whether it got a gradient in an earlier round since the last `publish`.
-        views: Places in the round's buffer, in dense shapes; None while no gradient is packed.
-        reduced: Shape `(own_numel,)`, this rank's elements, or None before the first `finish`.
+        places: Of the round's gradients, in dense shapes: `packing.value_places`, or those of
+            `_memory`. None while no gradient is packed.
+        reduced: Shape `(own_numel,)`, this rank's elements, that `publish` has not taken yet, or
+            None.
         reduction: Reduces the buffer.
         is_persistent: The buffer stays, see [Note: Persistent gradients].
         is_direct: Gradients go into the round as they arrive, see `set_direct`.
-        is_unsynced: A later backward must reduce this on every rank, even where a rank has dropped
-            the gradients since.
+        is_unsynced: A backward has left gradients unsynced, on some rank at least. A later one must
+            reduce this on every rank, even where a rank has dropped the gradients since.
         has_graph: Gradients came with a graph (create_graph), which is not kept.
-        marks: (parameter, indices) pairs whose `.grad` is a PendingGradient.
+        marks: (parameter, indices) pairs whose `.grad` is a PendingGradient: `mark_pending` adds
+            them as a backward ends, `unmark_pending` takes them away as the next one begins, and
+            `.grad` is then what was published before, if anything.
         packing: How gradients are packed; None without buffers for them.
         layout: The parameters' layout, in which frozen ones may have no elements.
         pieces: Cuts the reduced shard into the parameters' gradients.
@@ -97,7 +115,7 @@ class FlatGradients:
         self.is_unsynced = self.is_direct = self.has_graph = False
         self.marks: list[tuple[FlatShard, list[int]]] = []
         self._memory = GradientMemory()
-        self.views: list[Tensor] | None = None
+        self.places: list[Tensor] | None = None
         self.packing: Packing | None = None
 
     def bind(
@@ -110,9 +128,10 @@ class FlatGradients:
     ) -> None:
         """Replace the gradients' memory; drop reductions in flight, cast waiting gradients.
 
-        Waiting gradients come from `before`: this object, or the object of another layout.
+        Waiting gradients come from `before`: this object, or the object of another layout. None may
+        lie in the place of a value: call `move_out` first.
         """
-        views, arrived, was_used = before.views, before.arrived, before.was_used
+        places, arrived, was_used = before.places, before.arrived, before.was_used
         layouts, old = (before.layout, self.layout), before.packing
         shards = before.reduction.deferred, before.reduced
         self._memory = GradientMemory()  # the old one may hold pending gradients; don't reuse it
@@ -120,34 +139,33 @@ class FlatGradients:
         group, self._full = self.reduction.shard_group, full
         values, main_dtype = full.unversioned, full.shard.values.dtype
         self._memory.result = values.new_empty(0, dtype=main_dtype)
-        self.reduction.bind(reduce_dtype, main_dtype, values.device)
+        self.reduction.bind(reduce_dtype, main_dtype, values.device, is_in_place=self.is_persistent)
         is_whole, is_cast = self.layout == full.shard.layout, reduce_dtype != values.dtype
         # Casting after packing gives the same values if the reduce dtype is wider. Parameters that
         # their class encodes are bytes, in which no gradient has a place.
         is_wider = torch.promote_types(values.dtype, reduce_dtype) == reduce_dtype
-        may_share = is_whole and (not is_cast or (values.is_floating_point() and is_wider))
+        fits_values = is_whole and (not is_cast or (values.is_floating_point() and is_wider))
         self._make_memory(values.new_empty(self.layout.padded_numel, dtype=reduce_dtype))
         scale, factor = packing_scale(group, reduce_dtype, is_cast=is_cast)
         self.packing = Packing(
             full.params.views,
             is_plain=is_whole
             and not any(each.spec.tensor_parallel for each in self._shown.entries),
-            may_share=may_share,
+            fits_values=fits_values,
             is_cast=is_cast,
             scale=scale,
             factor=None if scale == 1.0 else factor,
-            num_terms=self.reduction.scratch_parts(in_place=self.is_persistent),
         )
         self.was_used = was_used
         self.reduction.deferred, self.reduced = (
             each if each is None else move_shard(each, *layouts, group.rank).to(self._memory.result)
             for each in shards
         )
-        if views is not None and old is not None:
+        if places is not None and old is not None:
             alloc_storage(self._memory.buffer)
-            self.views = self._memory.make_views(self._shown.entries, self.layout)
+            self.places = self._memory.make_places(self._shown.entries, self.layout)
             self.arrived = arrived
-            copy_arrived(self.views, views, arrived, scale / old.scale)
+            copy_arrived(self.places, places, arrived, scale / old.scale)
 
     def _make_memory(self, buffer: Tensor) -> None:
         ends_in_place = self.is_persistent and self.reduction.output_dtype == buffer.dtype
@@ -174,10 +192,12 @@ class FlatGradients:
         """
         if self.reduction.output is not None:
             return REDUCING
-        if self.views is None:
+        if self.places is None:
             return NONE
         packing = self.packing
-        return IN_VALUES if packing is not None and self.views is packing.places else IN_BUFFER
+        return (
+            IN_VALUES if packing is not None and self.places is packing.value_places else IN_BUFFER
+        )
 
     @property
     def waits_for_reduction(self) -> bool:
@@ -192,8 +212,8 @@ class FlatGradients:
         """Whether there are no gradients but those that are published."""
         return self.round is NONE and self.reduced is None and not self.waits_for_reduction
 
-    def postpone(self) -> None:
-        """Note that a backward leaves gradients to a later reduction."""
+    def leave_unsynced(self) -> None:
+        """Note that a backward leaves packed gradients to the reduction of a later one."""
         self.is_unsynced, self.is_direct = True, False
 
     # From unsharded gradients to the reduced shard
@@ -214,8 +234,8 @@ class FlatGradients:
         assert full is not None
         assert packing is not None
         self.has_graph = self.has_graph or gradient.requires_grad
-        if self.views is None and (self.is_persistent or self.reduction.output is not None):
-            self._begin_round()
+        if self.places is None and (self.is_persistent or self.reduction.output is not None):
+            self._end_earlier_uses()
         # Dropped at once, so that a unit never holds its gradients twice. Not before: where the
         # round can't begin, for the last one's reduction has failed, `.grad` still holds it.
         set_gradient(unsharded, None)  # type: ignore[arg-type]
@@ -228,44 +248,48 @@ class FlatGradients:
                 "its recomputation ran after the value had given way to the gradient. Pass "
                 "use_reentrant=False, or call fully_shard on the module that holds it."
             )
-        if self.views is None:
+        if self.places is None:
             self._choose_place(
                 in_place=may_overwrite
-                and packing.may_share
+                and packing.fits_values
                 and not full.is_kept
                 and (full.state is CURRENT or full.state is STALE)
                 and full.readers.may_overwrite
             )
-        view = self.views[index]  # type: ignore[index]
+        place = self.places[index]  # type: ignore[index]
         if self.arrived[index]:
-            view.add_(gradient, alpha=packing.scale)
+            place.add_(gradient, alpha=packing.scale)
         else:
-            write_gradient(view, gradient, packing.factor)
+            write_gradient(place, gradient, packing.factor)
             self.arrived[index] = True
 
     def set_direct(self, flag: bool) -> None:
-        """Choose whether the hooks of the full parameters call `pack_further` first."""
+        """Choose whether the hooks of the full parameters call `pack_direct` first."""
         packing = self.packing
         is_plain = packing is not None and packing.is_plain
-        self.is_direct = flag and self.views is not None and is_plain
+        self.is_direct = flag and self.places is not None and is_plain
 
-    def pack_further(self, index: int, gradient: Tensor | None) -> bool:
-        """Pack a gradient into the round, or return False where `pack` must be called."""
-        views, packing = self.views, self.packing
-        if gradient is None or views is None or packing is None or self.arrived[index]:
+    def pack_direct(self, index: int, param: Tensor) -> bool:
+        """Pack a parameter's gradient into its place, or return False: `pack` must be called."""
+        places, packing = self.places, self.packing
+        # `arrived` already: perhaps in an earlier microbatch. `pack` adds to it.
+        if places is None or packing is None or self.arrived[index]:
             return False
-        if gradient.is_sparse or is_grad_enabled():
-            return False
+        with DisableTorchFunctionSubclass():  # [Note: Many getters]
+            gradient = own_gradient(param)
+            if gradient is None or gradient.is_sparse or is_grad_enabled():
+                return False
+            set_gradient(param, None)
         if packing.factor is None:
-            views[index].copy_(gradient)
+            places[index].copy_(gradient)
         else:
-            mul(gradient, packing.factor, out=views[index])
+            mul(gradient, packing.factor, out=places[index])
         self.arrived[index] = True
         return True
 
     def pack_rest(self, *, may_overwrite: bool) -> None:
-        """Pack gradients left unpacked by earlier microbatches, or set by users between `unshard`
-        and `reshard`; raise if hooks edited values.
+        """Pack gradients that no hook has packed as they came, such as those that users set between
+        `unshard` and `reshard`; raise if hooks edited values.
         """
         is_held = self._full is not None and bool(
             self._full.readers.claims
@@ -275,7 +299,7 @@ class FlatGradients:
                 for index in range(len(self.arrived)):
                     self.pack(index, may_overwrite=may_overwrite)
         full, packing = self._full, self.packing
-        if full is None or packing is None or self.views is not packing.places:
+        if full is None or packing is None or self.places is not packing.value_places:
             return
         if packing.is_plain:
             params = full.params
@@ -283,75 +307,78 @@ class FlatGradients:
             if params.readers.bits & HIDDEN_ALIAS or [*map(version_of, params.watched)] != expected:
                 params.check_overwritten(expected)
 
-    def _begin_round(self) -> None:
+    def _end_earlier_uses(self) -> None:
         """Finish earlier uses of the memory that a new round writes into, if there are any."""
         if self.reduction.output is not None:
-            self.finish()
+            self.add_result()
         if self.is_persistent:
             params = [each.sharded for each in self._shown.at_rest]
             if self._memory.is_lost(params):
                 self._make_memory(torch.empty_like(self._memory.buffer))
 
     def _choose_place(self, *, in_place: bool) -> None:
+        """Begin a round, or go on with it elsewhere: choose where its gradients lie."""
         if self.is_persistent and self.reduced is not None:
             # An earlier round of this backward left its result in the buffer.
             self.reduced = self.reduced.clone()
         if in_place and self._full is not None and self.packing is not None:
             self._full.hold_gradients()
+            # This round's own list, to which `end_round` leaves it: values stay overwritten until
+            # the next gather.
             self._full.params.aliases.overwritten = self.arrived
-            self.views = self.packing.places
+            self.places = self.packing.value_places
         else:
             alloc_storage(self._memory.buffer)
             own, entries = self._memory, self._shown.entries
-            self.views = own.views or own.make_views(entries, self.layout)
+            self.places = own.places or own.make_places(entries, self.layout)
 
     def move_out(self) -> None:
         """Move gradients packed in place to the gradients' memory: the values are needed again."""
         packing = self.packing
-        if packing is not None and self.views is packing.places:
+        if packing is not None and self.places is packing.value_places:
             self._choose_place(in_place=False)
-            copy_arrived(self._memory.views, packing.places, self.arrived, 1.0)
+            copy_arrived(self._memory.places, packing.value_places, self.arrived, 1.0)
 
     def issue(
         self,
         streams: Streams | None,
         scratch: ScratchPool,
         *,
-        keep_unsharded: bool,
+        keeps_values: bool,
         is_deferred: bool = False,
     ) -> None:
         """Start reducing the packed gradients, with gradients kept by earlier microbatches.
 
         Issues a reduce-scatter of `layout.padded_numel` elements over the shard group, if it is
-        sharded, and an all-reduce of `layout.shard_numel` over the ranks that hold copies, if any;
+        sharded, and an all-reduce of this rank's shard over the ranks that hold copies, if any;
         on the reduce stream if there is one. Parameters without a gradient contribute zeros.
-        `is_deferred` postpones the all-reduce; with `keep_unsharded` the full values stay.
+        `is_deferred` postpones the all-reduce; with `keeps_values` the full values stay.
         """
         full, packing = self._full, self.packing
         assert full is not None
         assert packing is not None
-        self.pack_rest(may_overwrite=not keep_unsharded)
+        self.pack_rest(may_overwrite=not keeps_values)
         self.is_unsynced = False
-        if self.views is None:
-            self._begin_round()
+        if self.places is None:
+            self._end_earlier_uses()
             self._choose_place(in_place=False)
-        if not keep_unsharded and full.state is GATHERING:
+        if not keeps_values and full.state is GATHERING:
             full.wait()  # the backend still writes into memory that may become scratch
         if not all(self.arrived):
-            for view, has_arrived in zip(self.views or (), self.arrived, strict=True):
+            for place, has_arrived in zip(self.places or (), self.arrived, strict=True):
                 if not has_arrived:
-                    view.zero_()
+                    place.zero_()
         if trace.logs:
             trace.record("issue_reduce", self.reduction.label.name)
-        if self.views is packing.places and packing.is_cast:
-            self._widen(full)
+        if self.places is packing.value_places and packing.is_cast:
+            self._widen(full)  # the reduce dtype is wider
         output, numel = self._memory.part, self.reduction.own_numel
         if output is None and self.is_persistent:
             output = self._memory.result_of(numel)
         self.reduction.start(
-            full.unversioned if self.views is packing.places else self._memory.buffer,
+            full.unversioned if self.places is packing.value_places else self._memory.buffer,
             self._take_scratch(
-                full, packing, scratch, may_share=not (full.is_kept or keep_unsharded)
+                full, packing, scratch, are_values_free=not (full.is_kept or keeps_values)
             ),
             streams,
             output=output,
@@ -365,40 +392,41 @@ class FlatGradients:
         alloc_storage(self._memory.buffer)
         self._memory.buffer.copy_(full.unversioned)
         full.end_gradients()
-        self.views = self._memory.views  # no longer the places of the values
+        self.places = self._memory.places  # no longer the places of the values
 
     def _take_scratch(
-        self, full: FullValues, packing: Packing, pool: ScratchPool, *, may_share: bool
+        self, full: FullValues, packing: Packing, pool: ScratchPool, *, are_values_free: bool
     ) -> Tensor | None:
         """Return scratch memory: the buffer that does not hold the gradients, or new memory."""
-        if packing.num_terms == 0 or self.reduction.settings.comm_hook:
+        num_terms = self.reduction.num_terms
+        if num_terms == 0:
             return None
-        numel, own = packing.num_terms * self.reduction.own_numel, self._memory.buffer
+        numel, own = num_terms * self.reduction.own_numel, self._memory.buffer
         if self.is_persistent:
             return pool.take(numel, own)
-        is_in_place = self.views is packing.places
+        is_in_place = self.places is packing.value_places
         scratch = own if is_in_place else full.unversioned
-        may_share = is_in_place or (may_share and not packing.is_cast)
-        may_share = may_share and packing.num_terms == self.reduction.shard_group.size
-        if not may_share or numel > scratch.numel():  # as with a large, uneven shard
+        is_free = is_in_place or (are_values_free and not packing.is_cast)
+        is_used = is_free and num_terms == self.reduction.shard_group.size
+        if not is_used or numel > scratch.numel():  # as with a large, uneven shard
             return scratch.new_empty(numel, dtype=own.dtype)
         if not is_in_place:
             full.serve_as_scratch()
         alloc_storage(scratch)
         return scratch[:numel]
 
-    def advance(self) -> None:
-        """Wait until the reduction in flight, if any, needs no buffer; free the buffers.
+    def free_input(self) -> None:
+        """Wait until the reduction in flight, if any, no longer reads its input; free the buffers.
 
-        Where no rank has a copy of the shard this is `finish`, and the result is in `reduced`.
+        Where no rank has a copy of the shard this is `add_result`.
         """
         if self.reduction.output is None:
             return
         if not self.reduction.has_second_stage:
-            self.finish()
+            self.add_result()
         else:
             try:
-                self.reduction.advance()
+                self.reduction.end_first_stage()
             except BaseException:
                 self._give_up()
                 raise
@@ -412,12 +440,12 @@ class FlatGradients:
         if self._full is not None:
             self._full.end_gradients()
 
-    def finish(self) -> None:
+    def add_result(self) -> None:
         """Wait for the reduction in flight, if any, free the buffers, add to `reduced`."""
         if self.reduction.output is None:
             return
         # Free the buffers if the wait fails, too: the reduction has given up its output by then, so
-        # no later `finish` would come this far.
+        # no later call would come this far.
         try:
             output = self.reduction.finish()
         except BaseException:
@@ -469,7 +497,11 @@ class FlatGradients:
         return None if self.reduced is None else cutter.split(self.reduced)
 
     def drop(self) -> None:
-        """Forget all unpublished gradients, also those in flight, after an error."""
+        """Forget all unpublished gradients after an error.
+
+        Includes gradients in flight, and those that wait from earlier backwards. `drop_unpublished`
+        calls this, and removes their marks.
+        """
         self._forget()
         self.is_unsynced = self.has_graph = False
         drop_unpacked(self)
@@ -485,7 +517,7 @@ class FlatGradients:
         """Take no more gradients into the round; the next one begins another."""
         self.was_used = self.arrived if all(self.arrived) else self.used
         self.arrived = [False] * len(self.arrived)
-        self.views = None
+        self.places = None
         self.is_direct = False
 
 

@@ -33,7 +33,7 @@ def has_gradients(handle: FlatParamHandle) -> list[bool]:
 
 
 def gradient_shard(handle: FlatParamHandle) -> Tensor:
-    """Return a copy of all sharded gradients, shape `(layout.shard_numel,)`, zero where none is."""
+    """Return a copy of all sharded gradients, shape `(own_numel,)`, zero where none is."""
     whole = torch.zeros_like(handle.local_shard)
     for shown in handle.shown.at_rest:
         grad = reduced_gradient(shown.sharded)
@@ -43,7 +43,7 @@ def gradient_shard(handle: FlatParamHandle) -> Tensor:
 
 
 def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -> None:
-    """Overwrite the sharded gradients that exist, from shape `(layout.shard_numel,)`.
+    """Overwrite the sharded gradients that exist, from shape `(own_numel,)`.
 
     Gradients that are `dropped` are set to None instead.
     """

@@ -7,10 +7,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from operator import or_
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from composable_shard.comm import Streams, enter_setting
@@ -70,7 +70,7 @@ class FlatParamHandle:
         initial: Checksums of the values that `fully_shard` found, until the ranks are compared.
         has_fixed_owners: Whether the owners of whole parameters are final.
         is_attached: The unsharded parameters and their hooks exist.
-        on_gradient: Called for the first gradient of a round at least, see `attach`.
+        on_gradient: Called for gradients that `grads.pack_direct` doesn't take, see `attach`.
         drop_gradient: Called for each gradient that the user drops, see `attach`.
         keep_gradients: Called for gradients that the user may have set, see `attach`.
         is_sharded: False if each rank holds everything: then nothing is gathered.
@@ -90,8 +90,8 @@ class FlatParamHandle:
     ) -> None:
         """Allocate the shard and copy this rank's part of `params` into it; changes no module.
 
-        The tensors are dense (local ones of DTensors), on one device, and of one dtype unless the
-        precision has a main dtype.
+        The tensors are dense (local ones of DTensors), without a graph, on one device, and of one
+        dtype unless the precision has a main dtype.
         """
         self.memory = memory
         self.shard_group = shard_group = memory.shard_group
@@ -104,19 +104,17 @@ class FlatParamHandle:
         self.granularities = tuple(granularities)
         self.entries: list[ParamEntry] = []
         self._reset(OriginalForm())
-        device = params[0].device
-        if device.type != "meta":
-            device = shard_group.device
+        device = params[0].device if params[0].is_meta else shard_group.device
         main_dtype = memory.precision.main_dtype or params[0].dtype
         self.shard, self.full = self.memory.allocate(layout, self.guard, main_dtype, device)
         self.full.label = self.grads.reduction.label = self.label
-        for param, spec in zip(params, specs, strict=True):
+        # Not as views of the shard, on each of which autograd's notes are 290 bytes.
+        parts, guard = self.grads.pieces.split(self.shard.values), self.guard
+        for param, spec, part in zip(params, specs, parts, strict=True):
+            part.copy_(spec.slice(param))
             kind = FlatShardOfDTensor if spec.is_shown_as_dtensor else FlatShard
-            start, end = layout.local_range(cast(int, spec.index), shard_group.rank)
-            view = self.shard.values[start:end].data  # autograd's notes on a view are 290 bytes
-            view.copy_(spec.slice(param.detach()))
-            sharded = nn.Parameter(kind(view, spec, guard=self.guard), requires_grad)
-            self.entries.append(ParamEntry(cast(FlatShard, sharded), spec, shard_view=view))
+            sharded = kind(part, spec, guard=guard, requires_grad=requires_grad, is_param=True)
+            self.entries.append(ParamEntry(sharded, spec, shard_view=part))
 
     def _reset(self, form: OriginalForm) -> None:
         """Set the initial state of a new handle, or of a copy."""
@@ -146,7 +144,7 @@ class FlatParamHandle:
 
     @property
     def local_shard(self) -> Tensor:
-        """This rank's shard, shape `(layout.shard_numel,)`."""
+        """This rank's shard, shape `(own_numel,)`: its elements in `layout.shard_range`."""
         return self.shard.values
 
     @property
@@ -255,7 +253,7 @@ class FlatParamHandle:
         Args:
             on_gradient: Called as `on_gradient(handle, index)` when the full gradient of a
                 parameter has been accumulated, in the thread that runs the backward; not for those
-                that `grads.pack_further` takes, most of them.
+                that `grads.pack_direct` takes: all but the first of a round in most backwards.
             drop_gradient: Called likewise when the user drops the gradient of a full parameter.
             keep_gradients: Called where the user may have set gradients of full parameters.
         """
@@ -293,6 +291,7 @@ class FlatParamHandle:
         before = self.grads
         layout = _gradient_layout(self)
         self.grads = before if layout == before.layout else in_layout(layout, before)
+        # The policy's `reduce_dtype`; by default the dtype of compute.
         dtype = self.memory.precision.reduces_in(self.shard.values.dtype)
         self.grads.bind(self.full, dtype, is_pinned=self.memory.is_pinned, before=before)
 
@@ -355,7 +354,7 @@ class FlatParamHandle:
         is_fit = self.grads.packing is not None and _gradient_layout(self) == self.grads.layout
         if self.requires_grad and not is_fit:
             with torch.inference_mode(False), torch.no_grad():
-                self.grads.finish()
+                self.grads.add_result()
                 self.grads.move_out()
                 self._bind_gradients()
         if self.grads.is_persistent and not self.requires_grad and not self.grads.is_unsynced:
@@ -418,7 +417,7 @@ class FlatParamHandle:
             return
         if full.state is HOLDS_GRADIENTS or full.state is IS_SCRATCH:
             # Another use in this backward needs the values while their storage serves a reduction.
-            self.grads.finish()
+            self.grads.add_result()
             self.grads.move_out()
         full.gather(streams, when)
 
@@ -471,7 +470,8 @@ class FlatParamHandle:
 
     def take_settings(self, settings: UnitSettings) -> None:
         """Follow the settings of the unit from now on."""
-        self.settings = self.grads.reduction.settings = settings
+        self.settings = settings
+        self.grads.reduction.follow(settings)
 
     def check_ready(self) -> None:
         """Check that the shard is on a real device, and pinned if it was made so.

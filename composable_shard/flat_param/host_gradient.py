@@ -154,14 +154,14 @@ class OffloadedGradients(FlatGradients):
         self.host = HostGradient(numel, dtype, shard.copies, is_pinned=is_pinned)
         super().bind(full, reduce_dtype, is_pinned=is_pinned, before=before)
 
-    def _begin_round(self) -> None:
-        super()._begin_round()
+    def _end_earlier_uses(self) -> None:
+        super()._end_earlier_uses()
         if self.is_persistent and self.host is not None:
             self.host.reuse_sources()
 
-    def finish(self) -> None:
+    def add_result(self) -> None:
         """Wait for the reduction in flight, if any; start copying its result to the host."""
-        super().finish()
+        super().add_result()
         if self.reduced is not None and self.host is not None:
             self.host.receive(self.reduced, [each.sharded for each in self._shown.at_rest])
             self.reduced = None

@@ -25,7 +25,7 @@ class InitialValues:
 
     def note(self, params: Sequence[Tensor], labels: Sequence[ParamLabel]) -> None:
         """Take checksums of dense tensors; their parameters' names may still change."""
-        self._sums = torch.stack([checksum(param.detach()) for param in params])
+        self._sums = torch.stack([*map(checksum, params)])
         self._labels, self._num_writes = labels, self._guard.num_writes
 
     def forget(self) -> None:
@@ -47,6 +47,8 @@ def checksum(tensor: Tensor) -> Tensor:
     data = tensor.contiguous().view(-1)
     if data.storage_offset() * data.itemsize % 8:
         data = data.clone()
+    if data.nbytes % 8 == 0:
+        return data.view(torch.int64).sum()
     data = data.view(torch.uint8)
     num_whole = data.numel() // 8 * 8
     return data[:num_whole].view(torch.int64).sum() + data[num_whole:].sum()

@@ -20,7 +20,7 @@ class LocalShard:
     """The shard that optimizers step and gathers send; replaced for another dtype or device.
 
     Args:
-        values: Shape `(layout.shard_numel,)`, on the host where the shard is offloaded.
+        values: Shape `(own_numel,)`, on the host where the shard is offloaded.
         layout: Layout of the flat parameter.
         shard_group: The ranks that share the flat parameter.
         guard: Counts the writes to the shard.
@@ -48,7 +48,7 @@ class LocalShard:
         self.device = device
         self.copies = copies
         self.is_offloaded = copies is not None
-        self.device_copy: Tensor | None = None  # (layout.shard_numel,), a copy that stays
+        self.device_copy: Tensor | None = None  # (own_numel,), a copy that stays
         self._device_writes = -1  # guard.num_writes when `device_copy` was filled, -1: it is not
 
     def keep_on_device(self, dtype: torch.dtype) -> None:
@@ -100,7 +100,7 @@ class LocalShard:
 
         Args:
             output: Shape `(layout.padded_numel,)`.
-            shard: Shape `(layout.shard_numel,)`, this rank's shard.
+            shard: Shape `(own_numel,)`, this rank's shard.
         """
         if self.shard_group.size == 1:
             output.copy_(shard)
@@ -112,7 +112,7 @@ class LocalShard:
         """Write this rank's slice of full values, or gradients, into a shard.
 
         Args:
-            shard: Shape `(layout.shard_numel,)`.
+            shard: Shape `(own_numel,)`.
             full: Shape `(layout.padded_numel,)`; its padding is set to zero. None on a rank without
                 values.
             from_first: The first of all data-parallel ranks sends the full values to the others,
@@ -142,7 +142,7 @@ class LocalShard:
         """Write this rank's part of full values that were edited into the shard.
 
         Args:
-            own_part: Shape `(layout.shard_numel,)`, on the device.
+            own_part: Shape `(own_numel,)`, on the device.
             is_cast: Whether the gather rounded the shard. Elements equal to the rounded values were
                 not edited, and keep their full precision.
         """

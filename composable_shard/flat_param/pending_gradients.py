@@ -38,7 +38,7 @@ def keep_left_gradients(handle: FlatParamHandle) -> None:
             unmark_pending(handle)
             for index in left:
                 grads.pack(index, may_overwrite=False)
-            grads.postpone()
+            grads.leave_unsynced()
             mark_pending(handle)
     handle.full.params.aliases.left.clear()
 
@@ -71,7 +71,7 @@ def drop_waiting(handle: FlatParamHandle, indices: Iterable[int]) -> None:
         if deferred is not None:
             start, end = grads.layout.local_range(index, handle.shard_group.rank)
             deferred[start:end].zero_()
-    if grads.views is not None and True not in grads.arrived:
+    if grads.places is not None and True not in grads.arrived:
         grads.end_round()
         grads.free_buffers()
 
@@ -105,8 +105,8 @@ def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:
     found: list[Tensor | None] = []
     for index, has_arrived in enumerate(grads.arrived):
         value = None
-        if grads.views is not None and grads.packing is not None and has_arrived:
-            value = (grads.views[index] / grads.packing.scale).to(handle.local_shard.dtype)
+        if grads.places is not None and grads.packing is not None and has_arrived:
+            value = (grads.places[index] / grads.packing.scale).to(handle.local_shard.dtype)
         found.append(value)
     deferred = grads.reduction.deferred
     if deferred is None:

@@ -47,7 +47,7 @@ _NAMES: tuple[tuple[type, str, Callable[[Any], str | None]], ...] = (
     (FullValues, "gather", _gather),
     (FullValues, "wait", _wait_gather),
     (FlatGradients, "issue", _reduce),
-    (FlatGradients, "finish", _wait_reduce),
+    (FlatGradients, "add_result", _wait_reduce),
 )
 
 

@@ -85,7 +85,7 @@ def choose_source(
     Args:
         shard: This rank's.
         output: Shape `(layout.padded_numel,)`, the buffer.
-        own_part: Shape `(layout.shard_numel,)`, this rank's part of it.
+        own_part: Shape `(own_numel,)`, this rank's part of it.
         label: Label of the unit, for messages.
         has_separate_shard: The shard must be copied to `own_part` first.
     """

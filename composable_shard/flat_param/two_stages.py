@@ -19,9 +19,9 @@ from composable_shard.comm import (
     StageKey,
     StreamPoint,
     Waitable,
-    call_hook,
     collectives,
 )
+from composable_shard.flat_param.entries import zero_padding
 from composable_shard.flat_param.gradient_reduction import FlatReduction
 from composable_shard.layout import FlatLayout
 
@@ -56,6 +56,8 @@ class TwoStageReduction(FlatReduction):
         return ranks.replicate_groups[0] if len(ranks.replicate_groups) == 1 else None
 
     def _issue_whole(self, output: Tensor, buffer: Tensor) -> None:
+        if self.settings.comm_hook is not None:  # it may quantise the padding, which is not packed
+            zero_padding(buffer, self._layout)
         self._issue_all_reduce(output)  # the output is the buffer
 
     def _end_on_stream(self, stream: torch.Stream, output: Tensor) -> None:
@@ -81,13 +83,14 @@ class TwoStageReduction(FlatReduction):
         stage = ReductionStage(
             "all_reduce", output, output, group, self._scale, key, unit=self.label.text
         )
-        return call_hook(*self.settings.comm_hook, stage)
+        work: Waitable = self.settings.comm_hook.reduce(stage)
+        return work
 
-    def advance(self) -> None:
-        """Wait until the buffer is free; start the second stage.
+    def end_first_stage(self) -> None:
+        """Wait until the buffer is free; without side streams start the second stage.
 
         Without a first stage the buffer is needed until `finish`. On a side stream the second stage
-        has been started.
+        was issued with the first.
         """
         if self._buffer_read is not None:
             self._buffer_read.wait()
@@ -118,7 +121,7 @@ class TwoStageReduction(FlatReduction):
         if output is None:
             return None
         if self._done is None:
-            self.advance()
+            self.end_first_stage()
             self._end(output)
         else:
             # After this wait the current stream may reuse the buffers.
@@ -136,6 +139,4 @@ class TwoStageReduction(FlatReduction):
         if self._all_reduce is not None:
             collectives.abandon(self._all_reduce)
         self._all_reduce = self._buffer_read = None
-        for each in self.shard_group.replicate_groups:
-            collectives.wait_for_interrupted(each)  # an interrupt may have lost a collective
         super().abandon()

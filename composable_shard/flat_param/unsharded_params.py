@@ -26,7 +26,7 @@ from composable_shard.flat_param.param_classes import (
 )
 from composable_shard.flat_param.readers import CONVERSION, HIDDEN_ALIAS, LATE_GRAPH, Readers
 from composable_shard.layout import FlatLayout
-from composable_shard.tensor import copy_attributes, own_gradient, set_gradient, share_attributes
+from composable_shard.tensor import copy_attributes, share_attributes
 from composable_shard.torch_private import (
     DisableTorchFunctionSubclass,
     post_accumulate_hooks_of,
@@ -57,9 +57,7 @@ def _arrive(handle_ref: weakref.ref[Any], index: int, param: Tensor) -> None:
     handle = handle_ref()
     if handle is None:
         return
-    if handle.grads.is_direct and handle.grads.pack_further(index, own_gradient(param)):
-        set_gradient(param, None)
-    else:
+    if not (handle.grads.is_direct and handle.grads.pack_direct(index, param)):
         handle.on_gradient(handle, index)
 
 

@@ -176,7 +176,7 @@ class FlatLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of a shard; if shards are uneven, of the largest one."""
+        """Elements of a shard; if shards are uneven, of the largest one: no rank's shape then."""
         return self.span // self.world_size if self.is_even else max(self.shard_numels)
 
     @cached_property
@@ -278,14 +278,13 @@ class FlatLayout:
         Example: numels `(5, 3)`, two ranks, alignment 4 give rank 1 `[0, 0, 0, 3, 1]`.
         """
         sizes = []
-        position = 0
-        for index in range(len(self.numels)):
-            start, end = self.local_range(index, rank)
-            start, end = max(start, position), max(end, position)
+        position, stop = self.shard_range(rank)
+        for offset, numel in zip(self.offsets, self.numels, strict=True):
+            start = min(max(offset, position), stop)
+            end = min(max(offset + numel, start), stop)
             sizes += [start - position, end - start]
             position = end
-        start, end = self.shard_range(rank)
-        return [*sizes, end - start - position]
+        return [*sizes, stop - position]
 
 
 def _check_per_param(

@@ -112,9 +112,9 @@ def _reduce_all(handles: list[tuple[ShardState, FlatParamHandle]]) -> list[FlatP
 def _reduce(state: ShardState, handle: FlatParamHandle, used: list[bool]) -> None:
     assert state.context is not None
     grads = handle.grads
-    grads.issue(state.context.streams, state.context.scratch, keep_unsharded=True)
-    grads.advance()
-    grads.finish()
+    grads.issue(state.context.streams, state.context.scratch, keeps_values=True)
+    grads.free_input()
+    grads.add_result()
     grads.publish(used)
 
 

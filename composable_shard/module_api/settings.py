@@ -12,15 +12,15 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from composable_shard.comm import CommHook
+from composable_shard.comm import CommHook, HookCall
 from composable_shard.options import (
     ReshardAfterForward,
     check_bool,
     check_reshard_after_forward,
 )
 from composable_shard.runtime import (
+    ReshardPolicy,
     ShardState,
-    apply_policy,
     check_is_idle,
     compare_setting,
     select_states,
@@ -146,9 +146,9 @@ def set_reshard_after_forward(
     freeing = [state for state in states if state.options.strategy.facts.frees_params]
     is_new = any(state.settings.reshard_after_forward != flag for state in freeing)
     compare_setting(states, f"set_reshard_after_forward({flag})", is_new)
-    for state in states:
+    for state in freeing:
         for handle in state.handles[:1]:  # all handles of a unit have one shard group
-            apply_policy(state, checked[handle.shard_group.size])
+            ReshardPolicy(checked[handle.shard_group.size], handle.shard_group).apply(state)
 
 
 def set_reshard_after_backward(module: nn.Module, flag: bool, *, recurse: bool = True) -> None:
@@ -275,5 +275,5 @@ def register_comm_hook(
                 "units out."
             )
     for each in states:
-        each.change(comm_hook=None if hook is None else (hook, state))
+        each.change(comm_hook=None if hook is None else HookCall(hook, state))
     compare_setting(states, f"register_comm_hook() of {states[0].settings.hook_name}", is_new=True)

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 from composable_shard.options.unit_options import ReshardAfterForward
+
+
+class TakesPlace(Protocol):
+    """What takes the place of the collectives of a unit's reductions.
+
+    Attributes:
+        name: For the ranks to compare.
+    """
+
+    name: str
+
+    def make_sum(self, *arguments: Any, gaps: Any, before: Any) -> Any:
+        """Return what takes the place of a reduce-scatter, with its methods."""
+        ...
+
+    def reduce(self, stage: Any) -> Any:
+        """Start a stage of a reduction; return its work."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -26,7 +43,7 @@ class UnitSettings:
         gathers_at_rest: Whether operations on parameters at rest may gather whole tensors.
         gradient_divide_factor: Divisor of the gradients' sum over all data-parallel ranks; None:
             their number.
-        comm_hook: What replaces the collectives of reductions, and its first argument; or None.
+        comm_hook: What takes the place of the collectives of reductions; None: nothing.
         forward_prefetch: Units to gather when its forward begins; None: the units expected next.
         backward_prefetch: Units to gather when its backward begins; None: the units expected next.
     """
@@ -39,7 +56,7 @@ class UnitSettings:
     unshard_in_backward: bool = True
     gathers_at_rest: bool = True
     gradient_divide_factor: float | None = None
-    comm_hook: tuple[Callable[..., Any], object] | None = None
+    comm_hook: TakesPlace | None = None
     forward_prefetch: tuple[ref[Any], ...] | None = None
     backward_prefetch: tuple[ref[Any], ...] | None = None
 
@@ -51,10 +68,7 @@ class UnitSettings:
     @property
     def hook_name(self) -> str | None:
         """The name of the comm hook, None where there is none."""
-        if self.comm_hook is None:
-            return None
-        hook, _ = self.comm_hook
-        return str(getattr(hook, "__qualname__", type(hook).__qualname__))
+        return None if self.comm_hook is None else self.comm_hook.name
 
     def changed(self) -> dict[str, object]:
         """Return what setters have changed, by name, for the ranks to compare.

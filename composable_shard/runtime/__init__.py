@@ -11,10 +11,10 @@ from composable_shard.runtime.gathers import release_handle
 from composable_shard.runtime.initialization import lazy_init, lazy_init_params
 from composable_shard.runtime.launched_gathers import divide_in_runs
 from composable_shard.runtime.lockstep import compare_setting
-from composable_shard.runtime.membership import join_owners, remember_trees, share_context
+from composable_shard.runtime.membership import join_owners, new_context, remember_trees
 from composable_shard.runtime.meta_buffers import place_buffers, watch_meta_buffers
 from composable_shard.runtime.names import first_names, remember_names, rename
-from composable_shard.runtime.reshard_policy import apply_policy, make_small_group
+from composable_shard.runtime.reshard_policy import ReshardPolicy
 from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.tree import (
     attach_state,

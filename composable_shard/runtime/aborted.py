@@ -2,8 +2,9 @@
 
 [Note: End of backward]
 The autograd engine calls back at the end of a backward pass, but only if it succeeds. Only the
-engine holds the object that it would call. If that object dies uncalled, the backward was aborted,
-and all its unpublished gradients are dropped.
+engine holds the object that it would call. If that object dies uncalled, the backward was aborted.
+That is noted, and the next forward or backward drops all unpublished gradients of the tree, with
+those that wait from earlier backwards. A model that is dropped instead: `make_streams`.
 """
 
 from __future__ import annotations

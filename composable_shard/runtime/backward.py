@@ -146,9 +146,11 @@ def recompute(state: ShardState) -> None:
 def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, index: int) -> None:
     """Pack the gradient of parameter `index`; issue reductions that it makes due.
 
-    Of a plain unit it is called for the first gradient alone: `_pack` lets the hook of the others
-    (`_arrive` of flat_param/unsharded_params.py) call `FlatGradients.pack_further` instead, and the
-    end of the unit starts the reduction.
+    Called for each gradient in a unit's first backward, wherever `LATE_GRAPH` is entered, and of
+    what adds to an earlier microbatch. In other backwards of a plain unit it is called for the
+    first gradient alone: `_pack` lets the hook of the others (`_arrive` of
+    flat_param/unsharded_params.py) call `FlatGradients.pack_direct`. The end of the unit starts the
+    reduction.
     """
     state = state_ref()
     if state is None or state.context is None:
@@ -157,7 +159,7 @@ def on_gradient(state_ref: weakref.ref[ShardState], handle: FlatParamHandle, ind
     item = None if backward is None else backward.queue.items.get(handle)
     if backward is None or item is None or item.ends_with == NOT_IN_USE:
         backward, item = _enter(state, handle, index)
-    backward.queue.accumulates = True
+    backward.queue.brings_gradients = True
     is_counted = item.is_counted or item.ends_with == NO_CALL
     _pack(backward, item, index, is_counted=is_counted)
     if is_counted and item.count(index):

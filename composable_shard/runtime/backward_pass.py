@@ -7,7 +7,12 @@ issue the same collectives in the same order. The forward does: the autograd eng
 recorded last first. Calls of units are numbered as they begin. When the backward reaches an output
 of call k, every unit whose first call began after k had ended is over, on all ranks: after calls of
 root 0, A 1 and B 2, an output of A ends B. The remaining units, here A and the root, end with the
-backward. A parameter without a gradient counts as zero.
+backward. So a unit without others in its tree ends with the backward: units that have no sharded
+module around them are trees of their own.
+
+All trained units whose forward recorded a graph since the last backward are reduced, also one that
+no gradient has reached. A parameter without a gradient counts as zero; its `.grad` changes only if
+some rank has used it, as the flags at the end show. A unit that did not run sends nothing.
 """
 
 from __future__ import annotations
@@ -95,8 +100,10 @@ class BackwardPass:
             self.schedule_end(state, graphs.first_calls.get(state.ref, NO_CALL))
 
     def _ask_engine(self) -> None:
+        # If the backward fails, the engine drops what it would have called, so `note_abort` runs.
+        # The next forward or backward gives memory back, `drop_aborted`. [Note: End of backward]
         # A separate object: after an error in `begin` a traceback would keep `self` alive.
-        callback: _EngineCallback = partial(self.finish)
+        callback: _EngineCallback = partial(self.end)
         note = partial(note_abort, weakref.ref(self.context))
         self._engine_callback = weakref.ref(callback, note)
         queue_callback(callback)
@@ -216,7 +223,7 @@ class BackwardPass:
 
     # The backward ends
 
-    def finish(self) -> None:
+    def end(self) -> None:
         """Go through the phases of the end: reduce what is left, publish all gradients."""
         orders, ending = self.queue.orders, Ending(self)
         self.queue.note_end()
@@ -248,7 +255,10 @@ class BackwardPass:
             self.end_item(item)
 
     def _send_flags(self, ending: Ending) -> None:
-        """Send which parameters this rank has used, and what the ranks compare of the step."""
+        """Send which parameters this rank has used, and what the ranks compare of the step.
+
+        Without items, as where nothing is to be reduced, nothing is sent.
+        """
         queue, items = self.queue, ending.items
         ending.used = [(item.handle.shard_group, item.handle.grads.used) for item in items]
         if queue.asks_for_late:
@@ -260,42 +270,42 @@ class BackwardPass:
             proposal=ending.proposal,
         )
         self.context.flag_reductions.append(flags)
-        if not queue.accumulates:
+        if not queue.brings_gradients:
             # Another rank may accumulate gradients of a unit that this rank skipped.
-            queue.accumulates = any(any(used) for used in flags.finish())
+            queue.brings_gradients = any(any(used) for used in flags.finish())
 
     def reduce_rest(self, ending: Ending) -> None:
         """Reduce the handles that are still in use at the end, and those that were not reached."""
         if ending.has_joined:
             return
         ending.has_joined = True
-        self.end_units_after(NO_CALL)
+        self.end_units_after(NO_CALL)  # all: calls have higher numbers
         for item in ending.rest:
             self.queue.issue(item)
 
     def _reduce_last(self, ending: Ending) -> None:
         queue = self.queue
-        if queue.accumulates and (queue.ordered or queue.asks_for_late):
+        if queue.brings_gradients and (queue.ordered or queue.asks_for_late):
             queue.issue_last(ending)
 
     def _publish(self, ending: Ending) -> None:
         """Wait for all reductions and flags in flight; give the parameters their gradients."""
         queue, context = self.queue, self.context
-        queue.advance()
+        queue.end_last()
         for item in ending.items:
-            item.handle.grads.finish()
+            item.handle.grads.add_result()
         # Wait for flags last, when they have arrived, but before publishing, as a wait may fail.
         for other in context.flag_reductions:
             other.finish()
         context.flag_reductions.clear()
         ending.flags.check_step()
-        if queue.accumulates or queue.ordered:
+        if queue.brings_gradients or queue.ordered:
             for item, used in zip(ending.items, ending.flags.finish(), strict=True):
                 if item.order.keeps_order and item not in queue.issued:
                     continue  # no rank used the handle
                 item.handle.grads.publish(list(map(bool, used)))
                 ending.published.append(item)
-            if queue.accumulates:
+            if queue.brings_gradients:
                 context.graphs.forget()
         context.graphs.num_open = 0
 
@@ -319,15 +329,15 @@ class BackwardPass:
                 del error  # its traceback refers to this frame: a cycle
 
 
-# [Note: Phases]
+# [Note: Phases]. None: only orders of options act, `Order.acts`.
 _PHASES: tuple[tuple[Phase, Callable[[BackwardPass, Ending], None] | None], ...] = (
-    (Phase.COLLECT, None),
+    (Phase.COLLECT, None),  # EarlyHooks
     (Phase.PACK, BackwardPass._pack_rest),
-    (Phase.JOIN, None),
+    (Phase.JOIN, None),  # Buckets, AgreedOrder
     (Phase.FLAGS, BackwardPass._send_flags),
     (Phase.REST, BackwardPass.reduce_rest),
     (Phase.LAST, BackwardPass._reduce_last),
-    (Phase.DELIVER, None),
+    (Phase.DELIVER, None),  # EarlyHooks
     (Phase.PUBLISH, BackwardPass._publish),
     (Phase.IDLE, BackwardPass._come_to_rest),
     (Phase.HOOKS, BackwardPass._run_hooks),

@@ -71,12 +71,12 @@ class Buckets(Order):
         groups = {handle.shard_group.joint_groups: handle.shard_group for handle in handles}
         if not groups:
             return
-        queue, own = self.queue, int(self.queue.accumulates)
+        queue, own = self.queue, int(self.queue.brings_gradients)
         flags = FlagReduction([(group, [own]) for group in groups.values()], highest=1)
         queue.context.flag_reductions.append(flags)
         if not own:
-            queue.accumulates = any(any(values) for values in flags.finish())
-        queue.is_sure = queue.accumulates
+            queue.brings_gradients = any(any(values) for values in flags.finish())
+        queue.is_sure = queue.brings_gradients
 
     def reach(self, state: ShardState, call: int, *, runs_alone: bool) -> None:
         """Open the window of a unit, as the backward reaches one of its calls."""

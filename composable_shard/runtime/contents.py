@@ -30,8 +30,8 @@ class _Contents:
         modules = [each for each in found if not isinstance(each, ScriptModule)]
         children, params = ([*map(of, modules)] for of in (modules_of, parameters_of))
         self.empty = [each for each in (*children, *params) if not each]
-        self.filled = [each for each in (*children, *params) if each]
-        self.ids = [id(item) for each in self.filled for item in each.values()]
+        self.filled = [each.values() for each in (*children, *params) if each]  # they follow it
+        self.ids = [*map(id, chain.from_iterable(self.filled))]
         self.num_children = sum(map(len, children))
         self.freed: list[Any] = []
         self.refs = [weakref.ref(each, self.freed.append) for each in modules]
@@ -56,7 +56,7 @@ def has_changed(module: nn.Module) -> bool:
     """Return whether a module's contents changed since `note_contents`; runs in each forward."""
     known: _Contents | None = module.__dict__.get(_CONTENTS_KEY)
     return known is not None and (
-        [*map(id, chain.from_iterable(map(dict.values, known.filled)))] != known.ids
+        [*map(id, chain.from_iterable(known.filled))] != known.ids
         or any(known.empty)
         or bool(known.freed)
         or [*map(_requires_grad, map(getitem, *known.places))] != known.flags

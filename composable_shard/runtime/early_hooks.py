@@ -87,12 +87,12 @@ class EarlyHooks(Order):
                 _MAY_CHANGE if _will_change(item, index) else int(now)
                 for index, now in enumerate(used)
             ]
-        values = [int(queue.accumulates), *statuses]
+        values = [int(queue.brings_gradients), *statuses]
         flags = FlagReduction([(handle.shard_group, values)], highest=_MAY_CHANGE)
         queue.context.flag_reductions.append(flags)
-        if not queue.accumulates:
-            queue.accumulates = flags.finish()[0][0] > 0
-        if queue.accumulates:
+        if not queue.brings_gradients:
+            queue.brings_gradients = flags.finish()[0][0] > 0
+        if queue.brings_gradients:
             self._flagged[item] = _Flags(flags)
 
     def collect(self, ending: Ending | None = None) -> None:
@@ -102,7 +102,7 @@ class EarlyHooks(Order):
         """
         if not self._flagged:
             return
-        self.queue.advance()
+        self.queue.end_last()
         flagged, self._flagged = self._flagged, {}
         for item, sent in flagged.items():
             sent.num_ended += 1
@@ -111,7 +111,7 @@ class EarlyHooks(Order):
             if has_second_stage and sent.num_ended == 1 and not self.queue.is_ending:
                 self._flagged[item] = sent
                 continue
-            item.handle.grads.finish()
+            item.handle.grads.add_result()
             _, *statuses = sent.flags.finish()[0]
             if max(statuses) != _MAY_CHANGE:
                 item.stage = FINAL

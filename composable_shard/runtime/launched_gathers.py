@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from composable_shard.comm import MAX_LAUNCH_NBYTES, Launch, collectives
+from composable_shard.comm import MAX_LAUNCH_NBYTES, Launch
 from composable_shard.flat_param import GRAPH, FlatParamHandle, FullState
 from composable_shard.runtime.gathers import Gathers, drop_prefetched
 from composable_shard.runtime.open_graphs import alive
@@ -276,7 +276,7 @@ def _launch(context: TreeContext, handles: Sequence[FlatParamHandle], when: str)
             for handle in handles:
                 handle.unshard(streams, when)
     except BaseException:
-        collectives.wait_for_interrupted(first.group)  # it may have been issued
+        first.wait_for_interrupted()  # it may have been issued
         for handle in handles:
             if handle.full.state is FullState.GATHERING:
                 handle.full.free()  # to wait for it would raise

@@ -54,14 +54,14 @@ class _Launching(ReductionQueue):
         super().__init__(context)
         self._last: Sequence[Item] = ()  # issued last
 
-    def advance(self) -> None:
+    def end_last(self) -> None:
         """Wait until the reductions issued last no longer need their buffers."""
         for item in self._last:
-            item.handle.grads.advance()
+            item.handle.grads.free_input()
 
     def _launch(self, items: Sequence[Item]) -> None:
         # What is in flight ends here: each reduction alone would end the one before it.
-        self.advance()
+        self.end_last()
         self._last = ()
         context, streams = self.context, self.context.streams
         group = _group_of(items[0])
@@ -155,7 +155,7 @@ class LaunchedBatches(_Launching):
 def _group_of(item: Item) -> dist.ProcessGroup | None:
     grads = item.handle.grads
     # Terms of a sum would be in memory that other reductions of the launch use too.
-    is_summed_here = grads.packing is None or grads.packing.num_terms > 0
+    is_summed_here = grads.packing is None or grads.reduction.num_terms > 0
     return None if is_summed_here else grads.reduction.group
 
 

@@ -58,7 +58,7 @@ def step_facts(handles: Collection[FlatParamHandle]) -> StepFacts:
             shown += handle.shown.at_rest
     COMPARED.number += 1  # ends steps that failed
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
-        has_gradients = any(each.sharded.grad is not None for each in shown)
+        has_gradients = bool([each for each in shown if each.sharded.grad is not None])
     in_forward = f"edits of full parameters in a forward (sum {checksum}) and " if checksum else ""
     line = (
         f"a backward that came after {num_steps} steps of an optimizer and "

@@ -29,17 +29,20 @@ def first_names(
     return names
 
 
-def rename(module: nn.Module) -> None:
-    """Name all units and parameters in `module` as seen from it, for messages."""
+def rename(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    """Name all units in a module as seen from it, for messages, and parameters of those inside.
+
+    `modules` is what `named_modules()` of a new unit's module returns, whose own parameters have
+    their names.
+    """
     named: dict[ShardState, str] = {}
-    modules = list(module.named_modules())
     for name, child in modules:
         state = read_state(child)
         if state is not None and state not in named:
             state.name, named[state] = name or type(child).__name__, name
-    handles = [handle for state in named for handle in state.handles]
+    handles = [handle for state, name in named.items() if name for handle in state.handles]
     labels: dict[int, tuple[ParamLabel, str]] = {}  # copies of a unit share them
-    for (handle, index), name in first_names(modules, handles).items():
+    for (handle, index), name in (first_names(modules, handles) if handles else {}).items():
         label = handle.entries[index].label
         labels.setdefault(id(label), (label, name))
     for label, name in labels.values():

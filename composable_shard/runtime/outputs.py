@@ -117,6 +117,7 @@ def _find_kept(
         refuse_views(state.name, views)
     for handle in state.needed_handles:
         handle.full.readers.add(LATE_GRAPH)
+    # Kept values get no hooks that look at them: no gradient ever takes their place.
     is_looked_at = is_looked_at or not frees_values(state.needed_handles)
     known.note(num_nodes, keeps=bool(kept), is_looked_at=is_looked_at)
     return kept

@@ -57,10 +57,10 @@ class Postponed(Order):
         for item in queue.items.values():
             if not item.is_reduced:
                 item.order, self._has_postponed = self.weak, True
-            elif not queue.accumulates or not item.handle.requires_grad:
+            elif not queue.brings_gradients or not item.handle.requires_grad:
                 # Without new gradients too waiting ones are reduced: of all handles, or of none.
                 waits = item.handle.grads.waits_for_reduction
-                queue.accumulates = queue.accumulates or waits
+                queue.brings_gradients = queue.brings_gradients or waits
                 if waits and not item.handle.requires_grad:
                     item.order = self.weak
 
@@ -87,8 +87,8 @@ class Postponed(Order):
         """Leave the gradients of a unit that is over to a later reduction."""
         if item.is_reduced:
             super().end(item)
-        elif self.queue.accumulates:
-            item.handle.grads.postpone()
+        elif self.queue.brings_gradients:
+            item.handle.grads.leave_unsynced()
             self.waiting[item.handle] = None
 
     def _find_rest(self, ending: Ending) -> None:
@@ -99,7 +99,7 @@ class Postponed(Order):
                 # On this rank, perhaps; so the order of the last reductions is that of all ranks.
                 ending.backward.end_item(item)
             item.is_reduced = True
-        if not (queue.accumulates or self.asked):
+        if not (queue.brings_gradients or self.asked):
             return
         ending.rest = [
             item

@@ -105,7 +105,7 @@ class AgreedOrder(Order):
         """Note that a handle can be reduced; it is ready, even if it was reduced before."""
         for each in self.queue.watchers:
             each.precede(item)
-        if self.queue.accumulates:
+        if self.queue.brings_gradients:
             self.make_ready(item)
 
     def make_ready(self, item: Item, *, before_end: bool = False) -> None:
@@ -135,7 +135,7 @@ class AgreedOrder(Order):
 
     def _note_used(self, ending: Ending) -> None:
         """Note what any rank has used, for what the next backwards expect."""
-        if self.queue.accumulates and self.queue.ordered:
+        if self.queue.brings_gradients and self.queue.ordered:
             pairs = zip(ending.items, ending.flags.finish(), strict=True)
             found = [item.handle for item, used in pairs if any(used) and item.order.keeps_order]
             self._known.note_used(found)

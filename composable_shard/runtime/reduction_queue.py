@@ -6,7 +6,12 @@ other ranks, or never. So a reduction is issued when its gradients are ready, an
 before it in an order that the ranks agree on have been issued. The handle's `Order` says when that
 is. By default its unit is over: the units' ends are the order, [Note: End of a unit], so it is
 issued at once and never waits. An option derives a class from `Order`, and `runtime/initialization`
-gives it to the units that need it; a backward makes one object of each such class.
+gives it to the units that need it; a backward makes one object of each such class. Under
+`FULL_SHARD` and `SHARD_GRAD_OP` without options there is none.
+
+Where the backend groups calls, as NCCL does, the tree's queue is of a class of
+`launched_reductions`: there the reductions of small units wait for the next ones, at most until the
+backward ends, and are issued as one, [Note: Launched reductions]. All else is as here.
 
 A nested backward, as reentrant checkpoints run it, may bring a gradient after its handle was
 reduced, on some ranks only. Where that can be, the flags at the end of the backward show it
@@ -39,13 +44,16 @@ class Item:
     Attributes:
         state, handle: The unit and its handle.
         order: Says when it is reduced.
-        is_reduced: The backward reduces the gradients; otherwise they stay unsharded.
-        stage: How far they are; it moves as `STAGE_MOVES` says.
+        is_reduced: The backward reduces the gradients. Otherwise they stay unsharded: the item's
+            order is `Postponed` then (postponed.py).
+        stage: How far they are; it moves as `STAGE_MOVES` of stage.py says.
         ends_with: Number of the unit's first call: the handle ends when the backward has passed it.
             `NO_CALL`: with the backward. `NOT_IN_USE`: the backward has not reached it, or is over.
-        is_counted: The number of its gradients starts a reduction.
+        is_counted: The number of its gradients starts a reduction: an order of buckets or of early
+            hooks sets it.
         counted: Parameters whose gradients have come, where they are counted.
-        had_all: Its last reduction was issued after autograd had run all nodes of the backward.
+        had_all: Its last reduction was issued after autograd had run all nodes of the backward, so
+            the agreed order need not repeat it.
     """
 
     __slots__ = (
@@ -105,7 +113,7 @@ class Ending:
 
     Attributes:
         backward: The `BackwardPass`; untyped, because its module imports this one.
-        rest: Handles to reduce that the backward has not reached.
+        rest: Handles to reduce that the backward has not reached; `Postponed` finds them.
         has_joined: What is left was reduced.
         items: Handles whose gradients are published at the end.
         used: For each of them its ranks, and which parameters got a gradient on this one.
@@ -129,6 +137,12 @@ class Ending:
 class Order:
     """When handles are reduced: this one, the default, when their unit is over.
 
+    Of this class `end` and `make_ready` do all of the work. The other methods are empty: an order
+    of an option overrides those it needs. `Buckets` (bucket_windows.py) is that of `bucket_cap_mb`,
+    `EarlyHooks` (early_hooks.py) of hooks that users put on parameters, `AgreedOrder`
+    (reduction_order.py) of strategies that keep gradients unsharded, `Postponed` (postponed.py) of
+    `no_sync` and the like.
+
     One object of each class lasts for one backward. Those that an option brings are in
     `ReductionQueue.orders`, and are told what happens to all handles of the tree.
 
@@ -140,7 +154,8 @@ class Order:
             items of one before.
         is_watching: It is told of all units, not only of its own.
         keeps_order: Its handles are reduced in an order of their own, which all ranks have.
-        may_be_ordered: Its handles may get a fixed order instead, if their gradients have a buffer.
+        may_be_ordered: Its handles may get a fixed order instead, if they keep their gradients in a
+            persistent buffer.
         is_due_at_end: It publishes nothing before the backward ends.
         acts: What it does in the phases of a backward's end.
     """
@@ -196,7 +211,11 @@ class Order:
         queue = self.queue
         for each in queue.watchers:
             each.precede(item)
-        if not queue.accumulates or (item.stage is not OPEN and item.stage is not READY):
+        # A backward that brings no gradient, such as one of inputs alone, reduces nothing. Where
+        # other ranks bring some, this rank takes part in what ends with the backward, after the
+        # flags (Phase.REST). A handle that they reduce before is an error on all ranks: not in
+        # step.
+        if not queue.brings_gradients or (item.stage is not OPEN and item.stage is not READY):
             return
         # One whose gradients have come late is reduced again by all ranks, as the flags show.
         if not (queue.asks_for_late and queue.is_ending and item in queue.issued):
@@ -224,7 +243,8 @@ class ReductionQueue:
         orders: The orders that options bring; `watchers`: those that are told of all units.
         ordered: Handles with an order of their own, in that order.
         issued: Those that this backward has reduced, the last one last.
-        accumulates: This rank accumulates gradients of parameters, or some rank is known to.
+        brings_gradients: The backward accumulates gradients of parameters on this rank, or is known
+            to do so on another one. If not, nothing is reduced.
         is_sure: All ranks know that some rank accumulates gradients.
         asks_for_late: The flags at the end show handles whose gradients came after a reduction.
         is_ending: Autograd has run all its nodes.
@@ -238,7 +258,7 @@ class ReductionQueue:
         self.watchers: list[Order] = []
         self.ordered: list[Item] = []
         self.issued: dict[Item, None] = {}
-        self.accumulates = self.is_sure = self.asks_for_late = self.is_ending = False
+        self.brings_gradients = self.is_sure = self.asks_for_late = self.is_ending = False
         self.hook_error: BaseException | None = None
         self._default = Order(self)
 
@@ -261,7 +281,7 @@ class ReductionQueue:
         for state in states:
             for handle in state.handles:
                 self.items[handle] = Item(state, handle, default)
-                self.accumulates = self.accumulates or handle.will_get_gradient()
+                self.brings_gradients = self.brings_gradients or handle.will_get_gradient()
         for order in self.orders:
             order.take()
         for order in self.orders:
@@ -285,7 +305,7 @@ class ReductionQueue:
         if is_reached:
             # A late gradient waits for its last reduction, perhaps on this rank only: the second
             # stage must be issued before. [Note: Two stages]
-            item.handle.grads.advance()
+            item.handle.grads.free_input()
         if not item.order.keeps_order and item.stage not in EARLY:
             item.stage = OPEN
 
@@ -294,8 +314,9 @@ class ReductionQueue:
 
         With `before_end` its unit is not over, and may need the full values.
         """
-        # One reduction in flight: ending the last one here bounds the buffers to two units.
-        self.advance()
+        # One reduction (or launch) in flight: ending the last one here bounds the buffers to two
+        # units.
+        self.end_last()
         self.issued.pop(item, None)
         context, handle = self.context, item.handle
         # Before the end its unit may still compute: the values stay, unless gradients have their
@@ -304,7 +325,7 @@ class ReductionQueue:
         handle.grads.issue(
             self._streams,
             context.scratch,
-            keep_unsharded=keeps,
+            keeps_values=keeps,
             is_deferred=item.is_deferred,
         )
         item.stage = ISSUED
@@ -315,10 +336,10 @@ class ReductionQueue:
         for each in self.watchers:
             each.follow()
 
-    def advance(self) -> None:
+    def end_last(self) -> None:
         """Wait until the last reduction, if it is in flight, no longer needs its buffers."""
         if self.issued:
-            next(reversed(self.issued)).handle.grads.advance()
+            next(reversed(self.issued)).handle.grads.free_input()
 
     def note_end(self) -> None:
         """Note that autograd has run all its nodes."""

@@ -8,6 +8,7 @@ backward gathers inside this small group of neighbouring ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from composable_shard.comm import ShardGroup, SmallGroup, Waitable, collectives
@@ -34,32 +35,26 @@ class KeptPart:
         if self._writes != self._guard.num_writes:
             return self._source.start(when)
         group, what = self._group.group, f"the {when} gather of {self._what}"
-        try:
-            return collectives.all_gather(
-                self._output, self.part, group, what=what, is_of_step=True
-            )
-        except BaseException:
-            # Who gives the memory back waits for the shard group alone.
-            collectives.wait_for_interrupted(group)
-            raise
+        return collectives.all_gather(self._output, self.part, group, what=what, is_of_step=True)
 
 
-def apply_policy(state: ShardState, value: ReshardAfterForward) -> None:
-    """Set `reshard_after_forward` to a checked value, from the unit's next forward on.
+class ReshardPolicy:
+    """A checked value of `reshard_after_forward`, for units that some ranks share."""
 
-    A number creates a process group the first time: call it on all ranks with the same value. Does
-    nothing for units whose strategy keeps parameters unsharded.
-    """
-    if not state.options.strategy.facts.frees_params:
-        return
-    state.change(reshard_after_forward=value)
-    for handle in state.handles:
-        group = make_small_group(handle.shard_group, value)
-        handle.full.keep_with(None if group is None else partial(KeptPart, group))
+    def __init__(self, value: ReshardAfterForward, shard_group: ShardGroup) -> None:
+        """Make the small groups of a number; only the first call with the same number makes any.
 
+        Call it on all ranks with the same value.
+        """
+        self._value = value
+        self._keep: Callable[[FullValues], KeptPart] | None = None
+        if value is not None and not isinstance(value, bool):
+            self._keep = partial(KeptPart, SmallGroup.of(shard_group, value))
 
-def make_small_group(shard_group: ShardGroup, value: ReshardAfterForward) -> SmallGroup | None:
-    """Make the group of n neighbouring ranks for a checked number n; None for other values."""
-    if value is None or isinstance(value, bool):
-        return None
-    return SmallGroup.of(shard_group, value)
+    def apply(self, state: ShardState) -> None:
+        """Follow the policy from the unit's next forward on, if its strategy frees parameters."""
+        if not state.options.strategy.facts.frees_params:
+            return
+        state.change(reshard_after_forward=self._value)
+        for handle in state.handles:
+            handle.full.keep_with(self._keep)

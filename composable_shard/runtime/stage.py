@@ -18,7 +18,7 @@ class Stage(Enum):
 
 
 OPEN, READY, ISSUED, FINAL, DELIVERED = Stage
-EARLY = FINAL, DELIVERED
+EARLY = FINAL, DELIVERED  # of handles with hooks, by `EarlyHooks` alone
 
 # Any call of a unit that the backward reaches, and a nested backward, opens its handles again.
 STAGE_MOVES: dict[Stage, frozenset[Stage]] = {

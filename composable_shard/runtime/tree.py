@@ -69,7 +69,9 @@ def by_slot(
 
 def find_applied(module: nn.Module) -> str | None:
     """Return the name of a composable API applied to `module` that excludes ours, or None."""
-    registry = module.__dict__.get(REGISTRY_KEY, {})
+    registry = module.__dict__.get(REGISTRY_KEY)
+    if not registry:
+        return None
     return next((name for name in (_API_NAME, "replicate") if name in registry), None)
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -61,7 +62,8 @@ class ShardState:
         settings: What the setters have changed.
         before_forward: What an option lets it do before its forwards, if any does.
         order_kinds: Classes of the orders that its handles may have in a backward, besides the
-            default. Chosen when the ranks are compared; untyped: their modules import this one.
+            default: under `FULL_SHARD` without options none. Chosen when the ranks are compared;
+            untyped: their modules import this one.
         depth: Number of running calls of its modules.
         is_in_pass: A forward of its modules claims its full parameters.
         last_call: Its last graph-recording call.
@@ -78,6 +80,7 @@ class ShardState:
         borrowed: list[FlatParamHandle],
         *,
         before_forward: BeforeForward | None,
+        inside: Iterable[nn.Module],
     ) -> None:
         self.name = type(modules[0]).__name__
         self.options = options
@@ -88,11 +91,10 @@ class ShardState:
         self.settings = UnitSettings()
         self.order_kinds: tuple[Any, ...] = ()
         self._find_orders: OrderChoice = _no_orders
+        # Where the strategy frees parameters, `apply_policy` follows with what was planned.
         self.change(reshard_after_forward=options.reshard_after_forward)
         self.before_forward = before_forward
-        parts = [part for module in modules for part in module.modules()]
-        hooks = [each for part in parts for each in backward_hooks_of(part)]
-        self.inspection = Inspection(hooks)
+        self.inspection = Inspection(list(chain.from_iterable(map(backward_hooks_of, inside))))
         self.num_modules = self.modules_to_run = len(modules)
         self.training_state = TrainingState.IDLE
         self.is_in_pass = False
@@ -215,7 +217,8 @@ class TreeContext:
         device: Device on which the units compute.
         call: The running call, or one that an exception has interrupted.
         entered: Units whose forward is running, or left their full parameters claimed.
-        graphs: The calls that a backward may reach.
+        graphs: The calls that a backward may reach, by their numbers (open_graphs.py). Outputs of
+            `armed` units wait for one; `first_calls` has the call with which each unit ends.
         has_changed: The next call must rebuild the tree, [Note: Units that are taken out].
         backward: The running `BackwardPass` or None; untyped, because its module imports this one.
         has_aborted: The gradients of an aborted backward are not dropped yet.

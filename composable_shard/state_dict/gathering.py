@@ -29,7 +29,7 @@ class Shares(NamedTuple):
     """Shards to gather, in the layout of a handle."""
 
     handle: FlatParamHandle  # gives the layout
-    # This rank's, shape `(layout.shard_numel,)`, any dtype; None for the handle's own
+    # This rank's, shape `(own_numel,)`, any dtype; None for the handle's own
     shard: Tensor | None = None
     # Parameters to return, the same on all ranks; None for all
     indices: Sequence[int] | None = None
@@ -116,7 +116,7 @@ def scatter_full(
         indices: Of `given` on the first rank; the same on all ranks.
 
     Returns:
-        Shape `(layout.shard_numel,)`.
+        Shape `(own_numel,)`.
     """
     shard = torch.zeros_like(handle.local_shard, dtype=dtype)
     full = None

@@ -140,7 +140,7 @@ def _are_cut_alike(one: ShardSpec, two: ShardSpec) -> bool:
 
 def _range_of(spec: ShardSpec) -> tuple[Any, ...] | None:
     """Return what is equal for shards of the same elements in different shapes."""
-    if spec.tensor_parallel is not None or spec.wrapper_stride is not None or spec.index is None:
+    if spec.tensor_parallel is not None or spec.wrapper[1] is not None or spec.index is None:
         return None
     part = spec.layout, spec.index, spec.start, spec.numel, spec.num_components
     return *part, spec.rank, spec.group_name, spec.is_split

@@ -55,7 +55,7 @@ def _run(
     shard = shard_of(func, args)
     spec = shard._shard_spec
     dims = _dims(func, args, kwargs, shard.dim())
-    is_row_major = spec.tensor_parallel is None and spec.wrapper_stride is None
+    is_row_major = spec.tensor_parallel is None and spec.wrapper[1] is None
     if not shard.dim() or not shard.numel() or not is_inexact(shard.dtype):
         raise unsupported(func, args)
     sizes = [1 if dim in dims else size for dim, size in enumerate(spec.shape)]

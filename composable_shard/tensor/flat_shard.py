@@ -64,8 +64,12 @@ class FlatShard(RowCheckpointable):
         *,
         guard: WriteGuard | None = None,
         requires_grad: bool = False,
+        is_param: bool = False,
     ) -> FlatShard:
-        """Make a shard of `local`, no copy; parameters and their aliases have a guard."""
+        """Make a shard of `local`, no copy; parameters and their aliases have a guard.
+
+        `is_param`: what `nn.Parameter` would make of the shard, of which it makes another first.
+        """
         self: FlatShard = make_wrapper(
             cls,
             spec.shape,
@@ -76,6 +80,8 @@ class FlatShard(RowCheckpointable):
         )
         # One assignment: a dict that grows takes more memory.
         self.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": guard}
+        if is_param:
+            self.__dict__["_is_param"] = True
         return self
 
     __torch_function__ = disabled_torch_function
@@ -208,13 +214,19 @@ class FlatShard(RowCheckpointable):
         return self
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Register a hook: on a unit's parameter it sees this rank's full, unreduced gradient."""
+        """Register a hook: on a unit's parameter it sees this rank's full, unreduced gradient.
+
+        If it raises, the backward ends there and publishes no gradient.
+        """
         if self._guard is not None:
             self._guard.set_new_attributes(True)
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Register a hook: on a unit's parameter it sees the reduced gradient."""
+        """Register a hook: on a unit's parameter it sees the reduced gradient.
+
+        If it raises, the backward does so at its end, with all gradients published.
+        """
         if self._guard is not None:
             self._guard.set_new_attributes(True)
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -417,9 +429,10 @@ def lead(shard: FlatShard) -> FlatShard:
 
 def wrap(local: Tensor, spec: ShardSpec) -> FlatShard:
     """Return `FlatShard(local, spec)`; for results of ops, where every microsecond counts."""
-    dtype, device, stride = local.dtype, local.device, spec.wrapper_stride
+    shape, stride = spec.wrapper
+    dtype, device = local.dtype, local.device
     shard: FlatShard = make_wrapper(
-        FlatShard, spec.shape, stride, None, None, dtype, torch.strided, device
+        FlatShard, shape, stride, None, None, dtype, torch.strided, device
     )
     # One assignment: each assignment to an attribute of a tensor costs time.
     shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}

@@ -177,7 +177,7 @@ def plain_operand(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int)
 def _slice_expanded(tensor: Tensor, spec: ShardSpec) -> Tensor:
     """Return this rank's part of a plain tensor that broadcasts to the spec's shape."""
     expanded = tensor.expand(spec.shape)
-    is_row_major = spec.tensor_parallel is None and spec.wrapper_stride is None
+    is_row_major = spec.tensor_parallel is None and spec.wrapper[1] is None
     if not is_row_major or len(spec.shape) == 1 or expanded.is_contiguous():
         return slice_given(expanded, spec)
     # A range of an expanded tensor would copy all of it: only the rows that this rank holds.

@@ -43,7 +43,7 @@ class ShardSpec:
         local_range: This rank's half-open range of the dense tensor's elements.
         region: This rank's elements in the logical tensor, [Note: Regions].
         stride: Stride of the logical tensor.
-        wrapper_stride: `stride`; None if row-major, as torch then makes a wrapper faster.
+        wrapper: `shape` and `stride`; None for a row-major stride, as torch is faster then.
         views: Specs of views, and where they begin in this rank's slice, by the call of a view op.
     """
 
@@ -68,7 +68,9 @@ class ShardSpec:
     local_range: tuple[int, int] = field(init=False, compare=False, repr=False)
     region: Region = field(init=False, compare=False, repr=False)
     stride: tuple[int, ...] = field(init=False, compare=False, repr=False)
-    wrapper_stride: tuple[int, ...] | None = field(init=False, compare=False, repr=False)
+    wrapper: tuple[torch.Size, tuple[int, ...] | None] = field(
+        init=False, compare=False, repr=False
+    )
     views: dict[Any, tuple[ShardSpec, int]] = field(init=False, compare=False, repr=False)
 
     def to_plain(self) -> tuple[Any, ...]:
@@ -206,7 +208,7 @@ _COMPUTED: dict[str, Callable[[ShardSpec], Any]] = {
     "local_range": lambda spec: spec.range_of(spec.rank),
     "region": _region,
     "stride": lambda s: s.dense_stride if s.tensor_parallel is None else _row_major(s),
-    "wrapper_stride": lambda s: None if s.stride == _row_major(s) else s.stride,
+    "wrapper": lambda s: (s.shape, None if s.stride == _row_major(s) else s.stride),
     "views": lambda _: {},
 }
 

@@ -193,6 +193,22 @@ def test_accumulated_gradients_reach_the_hook_once(strategy: ShardingStrategy) -
     _assert_same_values(*seen)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@distributed(2)
+def test_a_key_outlives_new_buffers_and_settings(strategy: ShardingStrategy) -> None:
+    """A hook's state by that key goes on when parameters get other data, or a setter runs."""
+    hook, model = _PlainHook(), make_net(strategy=strategy)
+    register_comm_hook(model, hook)
+    loss_of(model).backward()
+    for param in model.parameters():
+        param.data = param.data.clone()
+    loss_of(model).backward()
+    set_gradient_divide_factor(model, 2.0)
+    loss_of(model).backward()
+    assert len({stage.key for stage in hook.stages}) == len(get_handles(model))
+    assert len(hook.stages) == 3 * len(get_handles(model))
+
+
 @distributed(1)
 def test_one_rank_alone_calls_no_hook() -> None:
     """There is nothing to send; training is as without."""

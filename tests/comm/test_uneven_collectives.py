@@ -117,5 +117,5 @@ def test_algorithm_is_that_of_the_buffers_device() -> None:
     group = ShardGroup(_TwoBackends(0, 2), 0, 2, torch.device("cuda"))
     reduction = FlatReduction(group, FlatLayout.plan([8], 2, 4))
     for device, num_parts in (("cuda", 0), ("cpu", 1), ("xpu", 0)):
-        reduction.bind(dtype, dtype, torch.device(device))
-        assert reduction.scratch_parts(in_place=True) == num_parts
+        reduction.bind(dtype, dtype, torch.device(device), is_in_place=True)
+        assert reduction.num_terms == num_parts

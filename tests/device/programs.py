@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -183,6 +184,10 @@ def step_with_state_on_host() -> None:
     train_net(shard_net(offload_policy=OffloadPolicy(optim_state=True)), microbatches=True)
 
 
+def _divide_by_zero(*_: object) -> None:
+    raise ZeroDivisionError
+
+
 @_program
 def failed_backward() -> None:
     """Go on after backwards that fail."""
@@ -191,15 +196,27 @@ def failed_backward() -> None:
         optimizer = make_optimizer(model)  # a failed backward may leave full parameters shown
         train_net(model, optimizer, num_steps=1)  # later backwards pack gradients in place
 
-        def fail(*_: object) -> None:
-            raise ZeroDivisionError
-
         for _ in range(2):
-            hook = model.blocks[0].register_full_backward_hook(fail)
+            hook = model.blocks[0].register_full_backward_hook(_divide_by_zero)
             with suppress(ZeroDivisionError):
                 backward(model)
             hook.remove()
         train_net(model, optimizer, num_steps=1)
+
+
+@_program
+def dropped_in_backward() -> None:
+    """Go on without models whose backwards have failed."""
+    for strategy in ShardingStrategy:
+        model = shard_net(strategy=strategy, prefetch_nbytes=0)
+        train_net(model, make_optimizer(model), num_steps=3)
+        model.blocks[0].register_full_backward_hook(_divide_by_zero)
+        with suppress(ZeroDivisionError):
+            backward(model)
+        del model
+        gc.collect()
+        for numel in range(1, 400):
+            torch.zeros(numel, device=NAME)
 
 
 @_program
@@ -280,9 +297,9 @@ def rounds_on_host() -> None:
                     entry.unsharded.grad = torch.full(entry.spec.shape, value, device=NAME)
                     handle.grads.pack(index, may_overwrite=False)
             handle.grads.issue(
-                context.streams, context.scratch, keep_unsharded=False, is_deferred=False
+                context.streams, context.scratch, keeps_values=False, is_deferred=False
             )
-            handle.grads.finish()
+            handle.grads.add_result()
         handle.grads.publish([True] * len(handle.entries))
 
 

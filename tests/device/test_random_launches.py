@@ -229,7 +229,6 @@ def _check_random_programs(seeds: range, num_ranks: int) -> None:
         for flag in (True, False):
             with issuing_alone(flag):
                 results.append(run_program(seed, num_ranks))
-            device.synchronize()  # a forward that failed may leave a gather in flight
         (alone, error), (together, other) = results
         assert (seed, error) == (seed, other)
         assert len(alone) == len(together), seed

@@ -34,7 +34,10 @@ from composable_shard import (
     unshard_params,
     writeback,
 )
+from composable_shard.comm import collectives
 from composable_shard.comm.trace import count_collectives
+from composable_shard.flat_param import extended_gathers, full_values
+from composable_shard.flat_param.storage import free_storage
 from tests.harness.assertions import assert_equal
 from tests.harness.ranks import distributed
 from tests.programs.models import EVERYWHERE
@@ -335,6 +338,38 @@ def test_variants_train_alike(kind: str) -> None:
     other.load_state_dict(get_model_state_dict(model, options=EVERYWHERE))
     assert all(map(torch.equal, train_steps(other), expected))
     assert not any("inside" in name for name in vars(model.first.weight))
+
+
+@distributed(4)
+def test_memory_is_not_freed_before_all_gathers_of_an_interrupted_start_have_written() -> None:
+    """A class may send several tensors, each by a gather."""
+    model = shard_model_of_classes(Model("rows", 8))
+    lazy_init(model)
+    works, left = list[Any](), list[int]()
+    gather = collectives.all_gather
+
+    def interrupted(*args: Any, **named: Any) -> Any:
+        works.append(gather(*args, **named))
+        if len(works) == 2:
+            raise KeyboardInterrupt
+        return works[-1]
+
+    def note(tensor: Tensor, **options: Any) -> None:
+        left.extend(len(work.posted) for work in works)
+        free_storage(tensor, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "all_gather", interrupted)
+        for module in (extended_gathers, full_values):
+            patch.setattr(module, "free_storage", note)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(4, 6))
+    assert left
+    assert not any(left), "memory was freed before its messages came"
+    model(torch.ones(4, 6))  # cleans up: an optimizer is built of what modules show
+    other = shard_model_of_classes(Model("rows", 8))
+    for ours, theirs in zip(train_steps(model), train_steps(other), strict=True):
+        assert_equal(ours, theirs)
 
 
 @distributed(2)

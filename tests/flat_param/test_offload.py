@@ -441,8 +441,8 @@ def _assert_rounds_agree(*, expect_equal: bool) -> None:
                     set_gradient(entry.unsharded, torch.full(entry.spec.shape, value))
                     handle.grads.pack(index, may_overwrite=False)
                 context = fully_shard.state(model.blocks[0]).context
-                handle.grads.issue(None, context.scratch, keep_unsharded=False, is_deferred=False)
-                handle.grads.finish()
+                handle.grads.issue(None, context.scratch, keeps_values=False, is_deferred=False)
+                handle.grads.add_result()
             handle.grads.publish([True] * len(handle.entries))
             results.append([entry.sharded.grad.full_tensor() for entry in handle.entries])
     is_equal = all(torch.equal(*pair) for pair in zip(*results, strict=True))

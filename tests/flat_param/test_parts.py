@@ -292,8 +292,8 @@ def test_a_rank_alone_publishes_what_it_packed() -> None:
         entry.unsharded.grad = expected[-1]
         grads.pack(index, may_overwrite=True)
     assert grads.used == [True, True]
-    grads.issue(None, ScratchPool(), keep_unsharded=False, is_deferred=False)
-    grads.finish()
+    grads.issue(None, ScratchPool(), keeps_values=False, is_deferred=False)
+    grads.add_result()
     grads.publish([True, True])
     for entry, gradient in zip(shown.entries, expected, strict=True):
         assert isinstance(entry.sharded.grad, FlatShard)

@@ -49,7 +49,7 @@ FEATURES = {
     "flat form": r"shows_flat|flat_slot|Flat(Entry|Slot|Form|Place)|OriginalsAgain|\w+_FLAT|"
     r"FLAT_\w+|use_orig_params|\.flat|"
     r"(\w+_)?(show|hide|set|make)_(flat|originals)(_\w+)?",
-    "pending gradients": r"is_unsynced|marks|PendingGradient|postpone|waits_for_reduction|"
+    "pending gradients": r"is_unsynced|marks|PendingGradient|leave_unsynced|waits_for_reduction|"
     r"((un)?mark|forget|drop|hide|show)_pending(_\w+)?|pending_values|Postponed",
     "scopes": r"(is_)?in_scope|(\w+_)?scope(_params)?|Scope(Params)?|SCOPE(_FLAT)?",
     "buckets": r"(\w+_)?buckets?(_\w+)?|Buckets",
@@ -64,18 +64,20 @@ FEATURES = {
 # The files that a newcomer reads, in this order, and the features that each still names: a file
 # that names none must go on doing so, and a feature that has left a file leaves the list too.
 READING_PATH: dict[str, set[str]] = {
-    "construct/forming.py": {"flat form", "buckets", "small group"},
+    "construct/forming.py": {"flat form", "buckets"},
     "construct/build.py": set(),
     "layout/flat_layout.py": set(),
     "flat_param/handle.py": {"pending gradients"},
     "runtime/unit.py": set(),
     "runtime/forward.py": set(),
     "runtime/gathers.py": set(),
+    "flat_param/readers.py": set(),
     "flat_param/full_values.py": set(),
     "comm/algorithms.py": set(),
     "flat_param/shown.py": {"scopes", "early hooks"},
     "flat_param/form.py": set(),
     "runtime/backward.py": set(),
+    "flat_param/grad_pieces.py": set(),
     "flat_param/gradients.py": {"pending gradients", "second stage"},
     "runtime/reduction_queue.py": {"second stage"},
     "flat_param/gradient_reduction.py": {"second stage"},
@@ -100,10 +102,8 @@ OPTION_MODULES = frozenset(
 
 # Which of them each file of the reading path still imports; as with the words, no further one.
 IMPORTED_OPTIONS: dict[str, set[str]] = {
-    "construct/forming.py": {"runtime.reshard_policy"},
     "flat_param/handle.py": {"flat_param.user_hooks"},
     "runtime/reduction_queue.py": {"flat_param.user_hooks"},
-    "flat_param/gradient_reduction.py": {"comm.hooks"},
 }
 
 

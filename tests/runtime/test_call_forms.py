@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_shard import fully_shard
+from composable_shard import ShardingStrategy, fully_shard
 from tests.harness.assertions import assert_equal
 from tests.harness.ranks import distributed
 from tests.programs.models import (
@@ -336,3 +336,20 @@ def test_unit_that_returns_its_input_on_one_rank_only(shard: Callable[..., None]
         twins.step(lambda model, what=what: square_mean(model(rank_input(4, 15), what)))
         twins.zero_grad()
     assert_at_rest(twins.sharded)
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+@distributed(2)
+def test_rank_whose_backward_brings_no_gradient(strategy: ShardingStrategy) -> None:
+    """It takes part in what ends with the backward, and learns from the flags that it must.
+
+    What the others reduce before that is an error on all ranks where it has no agreed order
+    (`gradient_of_an_activation` of test_lockstep.py).
+    """
+    twins = Twins(_Identity, shard_root, strategy=strategy)
+    for users in ((0, 1), (0,), (1,), (), (0,)):
+        what = "use" if dist.get_rank() in users else "view"
+        x = rank_input(4, 15).requires_grad_()
+        twins.step(lambda model, what=what, x=x: square_mean(model(x, what)))
+        twins.zero_grad()
+    assert_at_rest(twins.sharded, kept=() if strategy.facts.frees_params else (twins.sharded,))

@@ -70,6 +70,8 @@ PINNED = {  # by parameters of a unit
         optimizer_calls=3,
     ),
 }
+# By parameters of a unit: calls that shard it, and that it adds to those that shard what is around.
+SET_UP = {1: (269, 21), 9: (829, 69)}
 _PACKAGE = str(Path(composable_shard.__file__).parent)
 
 
@@ -202,6 +204,27 @@ def test_step_costs_no_more_than_is_pinned(num_params: int) -> None:
     assert not _exceeded(cost, limit)
     for key in ("sent", "payload", "written"):
         assert cost[key] == asdict(limit)[key]
+
+
+@pytest.mark.counts
+@pytest.mark.fast
+@pytest.mark.parametrize("num_params", SET_UP)
+def test_sharding_a_unit_calls_no_more_than_is_pinned(num_params: int) -> None:
+    """What is inside the module has been named and is found once more, in one walk."""
+    own, added = SET_UP[num_params]
+    fully_shard(MatrixChain(1, num_params))  # what the first call of a process does
+    small, large = (_calls_of_setting_up(num_layers, num_params) for num_layers in (2, 3))
+    assert max(small[:-1] + large[:-1]) <= own
+    assert large[-1] - small[-1] <= added
+
+
+def _calls_of_setting_up(num_layers: int, num_params: int) -> list[int]:
+    model, counts = MatrixChain(num_layers, num_params), []
+    for module in (*model.layers, model):
+        with _count_calls() as calls:
+            fully_shard(module)
+        counts.append(len(calls))
+    return counts
 
 
 @pytest.mark.long
