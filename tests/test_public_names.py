@@ -145,6 +145,9 @@ def test_a_torch_newer_than_those_tried_is_warned_of() -> None:
             warn_of_newer(version)
 
 
+MAX_MODULES = 140  # of the package, that a program imports which shards a model and steps
+
+
 def _modules_after(*statements: str) -> list[set[str]]:
     """Return the modules that are imported after each statement, in a new interpreter."""
     shown = "; print(*sys.modules)"
@@ -157,25 +160,46 @@ def test_a_program_imports_what_it_uses() -> None:
     """Of the package what a step needs; nothing of torch that FSDP2 does not need, and less."""
     plain, more = _modules_after("import composable_shard", "composable_shard.shard_model")
     assert {name.split(".")[1] for name in plain if name.startswith("composable_shard.")} == {
-        *("comm", "construct", "flat_param", "layout", "module_api", "optim", "options"),
-        *("runtime", "state_dict", "tensor", "torch_private"),
+        *("comm", "construct", "flat_param", "layout", "options", "runtime", "tensor"),
+        "torch_private",
     }
-    new = {name.rpartition(".")[0] for name in more - plain if name.startswith("composable_shard.")}
-    assert new == {"composable_shard", "composable_shard.planning"}
+    assert len([name for name in plain if name.startswith("composable_shard")]) <= MAX_MODULES
+    new = {name.split(".")[1] for name in more - plain if name.startswith("composable_shard.")}
+    assert "planning" in new
+    assert not new & {"checkpoint", "huggingface"}
     assert not plain & {"torch.distributed.checkpoint", "torch.distributed.fsdp"}
     theirs, both = _modules_after("import torch.distributed.fsdp", "import composable_shard")
     assert {name for name in both - theirs if not name.startswith("composable_shard")} == set()
     assert len(theirs - plain) > 50
 
 
+def test_a_step_imports_nothing_more() -> None:
+    """Of the package: `state_dict()` is the first that does, for its hooks."""
+    code = (
+        "import torch, composable_shard; from torch import nn; model = nn.Linear(3, 3);"
+        "optimizer = torch.optim.AdamW(composable_shard.fully_shard(model).parameters());"
+        "model(torch.ones(1, 3)).sum().backward(); optimizer.step(); optimizer.zero_grad()"
+    )
+    before, stepped, saved = _modules_after(
+        "import composable_shard",
+        f"{code}",
+        "assert type(model.state_dict()['weight']) is not nn.Parameter",
+    )
+    ours = {name for name in stepped - before if name.startswith("composable_shard")}
+    assert ours == set()
+    assert "composable_shard.state_dict.model_state" in saved - stepped
+
+
 def test_names_that_are_imported_late_are_like_others() -> None:
     """In `dir` from the start, the packages' own objects, and no other name passes for one."""
     code = (
         "import composable_shard; names = dir(composable_shard);"
-        "assert {*composable_shard.__all__, 'checkpoint', 'planning', 'huggingface'} <= {*names};"
+        "assert {*composable_shard.__all__, 'checkpoint', 'planning', 'module_api'} <= {*names};"
         "from composable_shard import *;"
         "assert shard_model is composable_shard.shard_model;"
-        "assert shard_model is composable_shard.planning.shard_model"
+        "assert shard_model is composable_shard.planning.shard_model;"
+        "assert no_sync is composable_shard.module_api.no_sync;"
+        "assert clip_grad_norm_ is composable_shard.optim.clip_grad_norm_"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="'composable_shard' has no attribute 'shard_modle'"):

@@ -13,13 +13,10 @@ from typing_extensions import Never
 
 from composable_shard.comm import ShardGroup
 from composable_shard.construct.build import build_handles, build_state, sync_states
-from composable_shard.construct.hooks import (
-    register_boundaries,
-    register_hooks,
-    register_state_dict_hooks,
-)
+from composable_shard.construct.hooks import register_boundaries, register_hooks
 from composable_shard.construct.originals import Plan
 from composable_shard.construct.plan import as_modules, plan_unit, set_owners
+from composable_shard.construct.state_dict_hooks import register_state_dict_hooks
 from composable_shard.construct.undo import remember, run_backwards
 from composable_shard.options import (
     DEFAULT_STRATEGY,

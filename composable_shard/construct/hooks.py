@@ -1,4 +1,4 @@
-"""Hooks of a unit's module: forward and backward, casts, state dicts and `zero_grad`."""
+"""Hooks of a unit's module: forward and backward, casts and `zero_grad`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,18 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.jit import ScriptModule
 
 from composable_shard.runtime import (
     Boundary,
     ShardState,
     TrainingState,
-    attach_unit,
     cast_arguments,
     cast_output,
     get_handles,
     post_forward,
     pre_forward,
 )
-from composable_shard.state_dict import (
-    adopt_new_data,
-    check_torch_call,
-    load_values,
-    show_shards,
-    show_whole_values,
-)
-from composable_shard.torch_private import never_compile, set_state_dict_guard
+from composable_shard.torch_private import never_compile
 
 
 def _cast_arguments(
@@ -107,23 +98,6 @@ class _ZeroGrad:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._module(),)
-
-
-def register_state_dict_hooks(
-    roots: list[nn.Module], modules: list[nn.Module], state: ShardState
-) -> None:
-    """Register the state dict hooks of a unit's modules, [Note: State dicts]."""
-    show, load = partial(show_shards, state), partial(load_values, state)
-    for module in modules:
-        if isinstance(module, ScriptModule):
-            continue  # it has no parameters, and takes no hooks
-        attach_unit(module, state)
-        module.register_state_dict_post_hook(show)
-        module.register_load_state_dict_pre_hook(load)
-    for module in roots:
-        module.register_state_dict_pre_hook(partial(adopt_new_data, state))
-        module.register_state_dict_post_hook(show_whole_values)
-        set_state_dict_guard(module, partial(check_torch_call, state))
 
 
 def register_boundaries(modules: list[nn.Module]) -> None:

@@ -18,7 +18,7 @@ from tests.harness.ranks import distributed
 
 _NUM_LAYERS = 4  # of a unit, of two parameters each
 # What a save does before it returns, on rank 0, which plans for all ranks
-MAX_CALLS = 124  # of Python's functions, for one more parameter with AdamW's state
+MAX_CALLS = 125  # of Python's functions, for one more parameter with AdamW's state
 MAX_MESSAGES = 15  # between the ranks, each of which they wait for
 
 
