@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_shard import (
@@ -380,6 +381,23 @@ def test_extra_state_of_modules_comes_back(kind: str, tmp_path: Path) -> None:
     load_checkpoint(tmp_path, models[1])
     assert repr(models[1].extra) == repr(saved)
     assert type(models[1].extra) is type(saved)
+
+
+@pytest.mark.parametrize(
+    "wrap", [checkpoint_wrapper, functools.partial(torch.compile, backend="eager")]
+)
+@distributed(2)
+def test_extra_state_inside_a_wrapper_comes_back(
+    wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    """A wrapper has the name of the module in it, and takes no extra state."""
+    inner = [_HasExtra(value) for value in ("saved", "before")]
+    models = [nn.Sequential(wrap(each)) for each in inner]
+    for model in models:
+        fully_shard(model, check_initial_values=False)
+    save_checkpoint(tmp_path, models[0], step=1)
+    load_checkpoint(tmp_path, models[1])
+    assert inner[1].extra == "saved"
 
 
 @pytest.mark.parametrize("kind", _EXTRA)
