@@ -148,7 +148,7 @@ class ParamNames:
     def of(cls, model: nn.Module) -> ParamNames:
         """Find them; a model that names its parameters itself says what it shows."""
         if type(model).named_parameters is not nn.Module.named_parameters:
-            told = {canonical(name): param for name, param in model.named_parameters()}
+            told: dict[str, Tensor] = {canonical(n): p for n, p in model.named_parameters()}
             return cls(params_by_fqn(model), told)
         registered: dict[int, tuple[str, Tensor]] = {}
         for prefix, child in _named_modules(model):
