@@ -166,12 +166,12 @@ class StagedModel:
 
     def extra_changes(self) -> list[Change]:
         """Return how to change the extra state of each module that has some."""
-        found = []
+        found: dict[str, Change] = {}
         for name, module in self.model.named_modules(remove_duplicate=False):
             key = extra_state_name(canonical(f"{name}." if name else ""))
-            if key in self.extra:
-                found.append((module.set_extra_state, self.extra[key]))
-        return found
+            if key in self.extra:  # the last of a name is the module in all wrappers
+                found[key] = module.set_extra_state, self.extra[key]
+        return list(found.values())
 
     def fill(self, reader: TensorReader) -> None:
         """Read values into the model's own tensors. [Note: Two passes]"""

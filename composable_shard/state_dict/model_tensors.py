@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
@@ -32,6 +33,7 @@ from composable_shard.torch_private import (
 )
 
 T = TypeVar("T")
+_MAX_PATH = 8  # components of a name in a message
 
 
 # Names
@@ -66,11 +68,21 @@ def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return all modules under each of their names, as prefixes; by one call: `modules_in`."""
+    """Return all modules under each of their names, as prefixes; by one call: `modules_in`.
+
+    Raises:
+        ValueError: If a module contains itself.
+    """
     found: list[tuple[str, nn.Module]] = []
     waiting = [("", module)]
     while waiting:
         prefix, each = named = waiting.pop()
+        if prefix.count(".") > sys.getrecursionlimit():  # as deep as torch's own recursion
+            raise ValueError(
+                f"a module of {type(module).__name__} contains itself, at "
+                f"'{'.'.join(prefix.split('.')[:_MAX_PATH])}...', so that its names have no end. "
+                "Refer to a module around it from a list, where torch finds no submodules."
+            )
         found.append(named)
         below = reversed(modules_of(each).items())
         waiting += [(f"{prefix}{key}.", child) for key, child in below if child is not None]
@@ -134,7 +146,10 @@ class ParamNames:
 
     @classmethod
     def of(cls, model: nn.Module) -> ParamNames:
-        """Find them."""
+        """Find them; a model that names its parameters itself says what it shows."""
+        if type(model).named_parameters is not nn.Module.named_parameters:
+            told: dict[str, Tensor] = {canonical(n): p for n, p in model.named_parameters()}
+            return cls(params_by_fqn(model), told)
         registered: dict[int, tuple[str, Tensor]] = {}
         for prefix, child in _named_modules(model):
             short = canonical(prefix)

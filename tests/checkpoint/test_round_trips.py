@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.testing._internal.two_tensor import TwoTensor
 
 from composable_shard import (
@@ -314,6 +315,44 @@ def test_tied_tensors_take_one_value(tmp_path: Path) -> None:
     assert_equal(models[1].blocks[1].up.weight.full_tensor(), expected)
 
 
+class _NamesMore(Net):
+    """Shows a parameter that no module has registered, and has it in its state dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = [nn.Parameter(torch.ones(3))]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super().named_parameters(*args, **kwargs)
+        yield "more", self.more[0]
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}more"] = self.more[0].detach()
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@distributed(2)
+def test_parameters_that_a_model_names_itself_keep_their_state(
+    is_sharded: bool, tmp_path: Path
+) -> None:
+    """Its `named_parameters` says what its optimizers step."""
+    runs = []
+    for momentum in (2.0, 0.0):
+        model = _NamesMore()
+        if is_sharded:
+            shard_blocks(model, check_initial_values=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer.state[model.more[0]]["momentum_buffer"] = torch.full((3,), momentum)
+        runs.append((model, optimizer))
+    save_checkpoint(tmp_path, *runs[0], step=1)
+    model, optimizer = runs[1]
+    load_checkpoint(tmp_path, model, optimizer, strict=False)
+    assert_equal(optimizer.state[model.more[0]]["momentum_buffer"], torch.full((3,), 2.0))
+    state = get_optimizer_state_dict(model, optimizer)
+    assert_equal(state["state"]["more"]["momentum_buffer"], torch.full((3,), 2.0))
+
+
 _EXTRA: dict[str, tuple[Any, Any]] = {
     "None": (None, 3),
     "number": (3, None),
@@ -342,6 +381,23 @@ def test_extra_state_of_modules_comes_back(kind: str, tmp_path: Path) -> None:
     load_checkpoint(tmp_path, models[1])
     assert repr(models[1].extra) == repr(saved)
     assert type(models[1].extra) is type(saved)
+
+
+@pytest.mark.parametrize(
+    "wrap", [checkpoint_wrapper, functools.partial(torch.compile, backend="eager")]
+)
+@distributed(2)
+def test_extra_state_inside_a_wrapper_comes_back(
+    wrap: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
+    """A wrapper has the name of the module in it, and takes no extra state."""
+    inner = [_HasExtra(value) for value in ("saved", "before")]
+    models = [nn.Sequential(wrap(each)) for each in inner]
+    for model in models:
+        fully_shard(model, check_initial_values=False)
+    save_checkpoint(tmp_path, models[0], step=1)
+    load_checkpoint(tmp_path, models[1])
+    assert inner[1].extra == "saved"
 
 
 @pytest.mark.parametrize("kind", _EXTRA)

@@ -580,6 +580,17 @@ def test_checkpoint_wrappers_leave_no_trace_in_names(layout: str) -> None:
         assert_holds(model.state_dict(), seeded(Net, seed=1))
 
 
+@distributed(2)
+def test_a_module_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    """Its names have no end; torch's own functions end in a RecursionError."""
+    model = seeded(Net)
+    shard_blocks(model)
+    model.blocks[1].around = model
+    text = r"Net contains itself, at 'blocks\.1\.around\.blocks\.1\.around\.blocks\.1\.\.\.'"
+    with pytest.raises(ValueError, match=text):
+        save_checkpoint(tmp_path, model, step=1)
+
+
 class _NormedNet(Net):
     """With a module that has a way of its own to load old state dicts."""
 
