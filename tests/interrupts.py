@@ -245,7 +245,7 @@ class _InterruptedRun:
                 optimizer = self.optimizers[self.sharded]
                 folder = save_checkpoint(path, self.sharded, optimizer, step=1)
         if not are_all_at(interrupter.place):
-            raise OutOfStepError(interrupter.place)
+            raise OutOfStepError(interrupter.place or "no line")
         if folder is not None:
             load_checkpoint(str(folder), self.loaded, self.optimizers[self.loaded])
             mine, theirs = self._shards(self.sharded), self._shards(self.loaded)
