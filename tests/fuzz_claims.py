@@ -670,7 +670,7 @@ class _Trainee:
             except RuntimeError as raised:
                 error = raised
             if not are_all_at(interrupter.place):
-                raise OutOfStepError(interrupter.place) from error
+                raise OutOfStepError(interrupter.place or "no line") from error
             if error is not None:
                 raise error
         else:

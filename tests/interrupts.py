@@ -43,10 +43,12 @@ from composable_shard import (
     fully_shard,
     load_checkpoint,
     no_sync,
+    register_comm_hook,
     reshard,
     save_checkpoint,
     unshard,
 )
+from composable_shard.comm import then_call_hook
 from tests.harness.poison import poisoned
 from tests.harness.ranks import RankError, run_ranks, shut_down_workers
 from tests.programs.claims import assert_close, unsharded_gradients, unsharded_values
@@ -69,6 +71,7 @@ class Program:
     reads_kept: bool = False  # what blocks have kept is read and written after a step
     is_new: bool = False  # the step is the first one of the model
     has_hooks: bool = False  # on gradients of one block
+    has_comm_hook: bool = False
     world_size: int = 2
     is_alike: bool = True  # all ranks run the same lines
 
@@ -95,6 +98,7 @@ PROGRAMS = {
     "first_forward": Program(is_new=True, is_alike=False),
     "buckets": Program({"bucket_cap_mb": 1e-4}),
     "hooks": Program(microbatches=2, has_hooks=True),
+    "comm_hook": Program(world_size=4, has_comm_hook=True),
 }
 
 
@@ -177,6 +181,8 @@ class _InterruptedRun:
             for block in model.blocks:
                 fully_shard(block, **program.options)
             fully_shard(model, **program.options)
+        if program.has_comm_hook:
+            register_comm_hook(self.sharded, then_call_hook, (Tensor.neg_, "all_reduce"))
         for param in self.sharded.blocks[1].parameters() if program.has_hooks else ():
             param.register_post_accumulate_grad_hook(_note_gradient)
         self.optimizers: dict[nn.Module, torch.optim.Optimizer] = {
@@ -245,7 +251,7 @@ class _InterruptedRun:
                 optimizer = self.optimizers[self.sharded]
                 folder = save_checkpoint(path, self.sharded, optimizer, step=1)
         if not are_all_at(interrupter.place):
-            raise OutOfStepError(interrupter.place)
+            raise OutOfStepError(interrupter.place or "no line")
         if folder is not None:
             load_checkpoint(str(folder), self.loaded, self.optimizers[self.loaded])
             mine, theirs = self._shards(self.sharded), self._shards(self.loaded)

@@ -25,7 +25,6 @@ from composable_shard.state_dict import (
     ModelTensors,
     canonical,
     extra_state_name,
-    get_model_state_dict,
     handles_of,
     is_extra_state,
     json_tree,
@@ -45,18 +44,18 @@ _MAX_NAMES = 8  # in a message
 
 
 def describe_model(
-    model: nn.Module, places: Mapping[str, ManagedParam], tensors: dict[str, Tensor]
+    values: Mapping[str, Any], places: Mapping[str, ManagedParam], tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     """Return the model's state, encoded, by FQN; a tied parameter is saved once. No communication.
 
     Args:
-        model: The model.
+        values: The model's state dict.
         places: Its managed parameters by FQN.
         tensors: Gets this rank's tensors, by name.
     """
     tree: dict[str, Any] = {}
     names: dict[Any, str] = {}
-    for fqn, value in get_model_state_dict(model).items():
+    for fqn, value in values.items():
         name = f"model/{fqn}"
         if isinstance(value, Tensor) and value.is_meta:
             raise RuntimeError(f"can't save '{fqn}', which is on the meta device")

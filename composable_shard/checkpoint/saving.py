@@ -36,6 +36,7 @@ from composable_shard.state_dict import (
     Cuts,
     ModelRanks,
     ParamNames,
+    get_model_state_dict,
     json_tree,
     read_named_state,
 )
@@ -100,9 +101,10 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         _check_arguments(step, keep_last)
         optimizers = as_dict(optimizer)
         objects = {"scheduler": as_dict(scheduler), "scaler": as_dict(scaler)}
+        values = get_model_state_dict(model)  # first: hooks of it may replace parameters
         names = ParamNames.of(model)
         cuts = Cuts({fqn: each.entry.spec for fqn, each in names.managed.items()})
-        tree, tensors = _describe(model, names, objects, group.rank)
+        tree, tensors = _describe(values, names, objects, group.rank)
         tree["extra"], tree["extra_cuts"], found = _describe_extra(extra, cuts, group.rank)
         tensors |= found
         model_owners = ModelOwners(names)
@@ -191,11 +193,11 @@ def _check_arguments(step: int, keep_last: int | None) -> None:
 
 
 def _describe(
-    model: nn.Module, names: ParamNames, objects: dict[str, dict[str, Any]], rank: int
+    values: dict[str, Any], names: ParamNames, objects: dict[str, dict[str, Any]], rank: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the tree of model, schedulers and scalers, and this rank's tensors by name."""
     tensors: dict[str, Tensor] = {}
-    tree: dict[str, Any] = {"model": describe_model(model, names.managed, tensors)}
+    tree: dict[str, Any] = {"model": describe_model(values, names.managed, tensors)}
     for kind, named in objects.items():
         tree[kind] = {
             name: json_tree.encode(each.state_dict(), _prefix(kind, name), tensors)

@@ -118,7 +118,7 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
         each = waiting.pop()
         if each is not None and each not in found:
             found[each] = None
-            waiting += reversed(modules_of(each).values())
+            waiting += [*modules_of(each).values()][::-1]
     return list(found)
 
 

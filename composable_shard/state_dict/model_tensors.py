@@ -84,7 +84,7 @@ def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
                 "Refer to a module around it from a list, where torch finds no submodules."
             )
         found.append(named)
-        below = reversed(modules_of(each).items())
+        below = [*modules_of(each).items()][::-1]
         waiting += [(f"{prefix}{key}.", child) for key, child in below if child is not None]
     return found
 

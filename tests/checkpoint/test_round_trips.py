@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -351,6 +352,39 @@ def test_parameters_that_a_model_names_itself_keep_their_state(
     assert_equal(optimizer.state[model.more[0]]["momentum_buffer"], torch.full((3,), 2.0))
     state = get_optimizer_state_dict(model, optimizer)
     assert_equal(state["state"]["more"]["momentum_buffer"], torch.full((3,), 2.0))
+
+
+def test_parameters_that_a_hook_of_the_state_dict_makes_are_saved(tmp_path: Path) -> None:
+    """With their optimizer's state: the names are those of what the hook has left."""
+
+    def replace(module: nn.Module, *_: object) -> None:
+        old = module.bias
+        module.bias = nn.Parameter(torch.full((3,), 5.0))
+        optimizer.param_groups[0]["params"] = list(module.parameters())
+        optimizer.state[module.bias] = optimizer.state.pop(old)
+
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    hook = model.register_state_dict_pre_hook(replace)
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    hook.remove()
+    other = nn.Linear(3, 3)
+    loaded = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    load_checkpoint(tmp_path, other, loaded)
+    assert_equal(other.bias.detach(), torch.full((3,), 5.0))
+    assert_equal(loaded.state[other.bias]["momentum_buffer"], torch.ones(3))
+
+
+def test_modules_in_a_mapping_that_is_no_dict_are_saved(tmp_path: Path) -> None:
+    """Its views go in one direction alone."""
+    models = [nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)) for _ in range(2)]
+    for model in models:
+        model.__dict__["_modules"] = UserDict(model._modules)
+    save_checkpoint(tmp_path, models[0], step=1)
+    load_checkpoint(tmp_path, models[1])
+    assert_equal(models[1](torch.ones(1, 2)), models[0](torch.ones(1, 2)))
 
 
 _EXTRA: dict[str, tuple[Any, Any]] = {
