@@ -595,6 +595,49 @@ def test_c17_regions_of_several_forwards(
     )
 
 
+class _RunsAgainThenOutside(nn.Module):
+    """A unit in a region, whose last node saves a tensor on one rank, and outside after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = _Adds(), _Adds()
+        self.extra = nn.Parameter(torch.randn(6))
+
+    def _region(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.first(x)
+        uses_extra = not dist.is_initialized() or dist.get_rank() == 0
+        return y * self.extra if uses_extra else y
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the region, then its unit again."""
+        y = torch.tanh(self.first(torch.tanh(again(self._region, x))))
+        return torch.tanh(self.last(y))
+
+
+@claims.strategies
+@distributed(2)
+def test_c17_gradients_spare_values_that_a_region_reads_again(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """C17: also of a unit whose last call was outside of any region."""
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        for unit in (model.first, model.last, model):
+            fully_shard(unit, **options)
+
+    def program(model: nn.Module, number: int) -> None:
+        square_mean(model(rank_input(3, 6, step=number, dtype=torch.float64))).backward()
+
+    claims.assert_right(
+        _RunsAgainThenOutside,
+        program,
+        shard=shard,
+        steps=2,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
 @distributed(2)
 def test_c17_a_region_has_its_own_units_alone() -> None:
     """C17: also where a freed region's hook had the address that the next one's has."""
