@@ -11,6 +11,7 @@ are asked in a row, `DisableTorchFunctionSubclass` is in force around all of the
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections import deque
@@ -204,6 +205,19 @@ def saved_tensors_hooks_in_force(down_to: Any = None) -> list[tuple[Any, Any]]:
 
 def _push_back(hooks: Sequence[tuple[Any, Any]]) -> None:
     deque(starmap(push_saved_tensors_hooks, reversed(hooks)), 0)  # one call, for interrupts
+
+
+def checkpointed_region(pack: Any, *, is_again: bool) -> Any:
+    """Return what stands for a region of checkpointing, from the pack hook in force while it runs.
+
+    None if it is another hook: there is one for a region's forward, one for when it runs again.
+    """
+    function, name = inspect.unwrap(pack), "target_frame_ref" if is_again else "frame"
+    names = function.__code__.co_freevars
+    if name not in names:
+        return None
+    found = function.__closure__[names.index(name)].cell_contents
+    return found() if is_again else found
 
 
 def begin_saved_tensors_hooks(pack: Any, unpack: Any, note: Callable[[], object]) -> None:

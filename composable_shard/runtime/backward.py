@@ -12,9 +12,9 @@ import torch
 from composable_shard.comm import trace
 from composable_shard.flat_param import LATE_GRAPH, NESTED, FlatParamHandle
 from composable_shard.runtime.backward_pass import BackwardPass, begin_backward
-from composable_shard.runtime.gathers import gather_region
-from composable_shard.runtime.open_graphs import UnitCall, alive
+from composable_shard.runtime.open_graphs import UnitCall
 from composable_shard.runtime.reduction_queue import NO_CALL, NOT_IN_USE, Item
+from composable_shard.runtime.saved_values import outermost_region
 from composable_shard.runtime.stage import DELIVERED
 from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.unit import ShardState
@@ -80,13 +80,15 @@ class CallReached:
         backward.reach(state, self.call.number, self.call.end)
         for each in backward.queue.watchers:
             each.reach(state, self.call.number, runs_alone=self.runs_alone)
-        if state.training_state is TrainingState.PRE_BACKWARD and all(
+        is_ready = state.training_state is TrainingState.PRE_BACKWARD and all(
             # The owner of borrowed handles may have ended since, and freed them.
             handle.shown.is_unsharded
             for handle in state.borrowed
-        ):
+        )
+        region = self.call.region
+        if is_ready and region is None:
             return
-        if sum(map(_num_writes, state.needed_handles)) != self._num_writes:
+        if not is_ready and sum(map(_num_writes, state.needed_handles)) != self._num_writes:
             names = [
                 str(entry.label) for handle in state.needed_handles for entry in handle.entries
             ]
@@ -95,11 +97,10 @@ class CallReached:
                 "forward and its backward, so the gradients would be those of other weights. Call "
                 "optimizer.step() and edit parameters before the forward or after the backward."
             )
-        region = self.call.region
-        if region is not None and len(region.units) > 1 and state not in backward.recomputed:
-            # As on ranks where the region runs again before they reach this call.
-            gather_region(context, region, backward.regions)
-        _unshard(backward, state)
+        if region is not None and region not in backward.regions:
+            backward.await_region(region)
+        if not is_ready:
+            _unshard(backward, state)
 
 
 def _unshard(backward: BackwardPass, state: ShardState) -> None:
@@ -126,11 +127,15 @@ def recompute(state: ShardState) -> None:
         return
     backward = begin_backward(context)
     backward.recomputed.add(state)
-    last = state.last_call
-    if last.region is not None and last.number >= context.graphs.start:
-        # There may be no unit around it whose output was reached, [Note: End of a unit].
-        ends = [unit.last_call.end for unit in alive(last.region.units)]
-        backward.end_units_after(max(ends, default=last.end))
+    backward.awaited.discard(state)
+    last, key = state.last_call, outermost_region(is_again=True)
+    region = None if key is None else context.graphs.regions.get(key)
+    # There may be no unit around it whose output was reached, [Note: End of a unit].
+    if region is not None:
+        backward.regions.add(region)
+        backward.end_units_after(region.end)
+    elif last.region is not None and last.number >= context.graphs.start:
+        backward.end_units_after(max(last.end, last.region.end))
     for order in backward.queue.orders:
         order.recompute(state)
     for handle in state.needed_handles:
@@ -208,6 +213,7 @@ def _pack(backward: BackwardPass, item: Item, index: int, *, is_counted: bool) -
         and handle.settings.reshard_after_backward
         and not any(known.backward_hooks)
         and (state in backward.recomputed or state.last_call.region is None)
+        and state not in backward.awaited
     )
     handle.grads.pack(index, may_overwrite=may_overwrite)
     if not (is_counted or handle.full.readers.bits & LATE_GRAPH):

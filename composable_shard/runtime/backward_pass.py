@@ -54,7 +54,8 @@ class BackwardPass:
         following: For each unit, the unit whose backward is expected next.
         queue: The reductions.
         recomputed: Units whose forward ran again in this backward.
-        regions: Checkpointed regions whose units were gathered before the region ran again.
+        regions: Checkpointed regions that ran again, or that a call inside was reached of.
+        awaited: Units of such regions that have not run again since a call was reached.
         prefetched: Units gathered ahead that have not run; True: the user chose the unit.
         makes_graph: The backward's own nodes are recorded, [Note: Graphs of gradients].
     """
@@ -67,6 +68,7 @@ class BackwardPass:
         self.queue: ReductionQueue = context.make_queue(context)
         self.recomputed: set[ShardState] = set()
         self.regions: set[Region[ShardState]] = set()
+        self.awaited: set[ShardState] = set()
         self.prefetched: dict[ShardState, bool] = {}
         self.makes_graph = False
         self._engine_callback: weakref.ref[_EngineCallback] | None = None
@@ -139,6 +141,19 @@ class BackwardPass:
             self._reaches_earlier_call = True
         self.schedule_end(state, start)
         self.end_units_after(end)
+
+    def await_region(self, region: Region[ShardState]) -> None:
+        """Start the gathers of the units of a region that a call inside was reached of, in order.
+
+        So it is on ranks where the region runs again before they reach a call. At most once in a
+        backward: the last units of a region may end before the region runs again.
+        """
+        self.regions.add(region)
+        units = alive(region.units)
+        self.awaited.update(units)
+        if len(units) > 1:
+            # Not among the prefetched units, which a backward that skips them frees.
+            self.context.gathers.gather_ahead(self.context, {}, units, "backward", are_chosen=True)
 
     def schedule_end(self, state: ShardState, call: int) -> None:
         """Let a unit's handles end when the backward has passed the call of this number.

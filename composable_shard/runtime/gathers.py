@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 
 from composable_shard.flat_param import FlatParamHandle, FullState, Shown
-from composable_shard.runtime.open_graphs import Region, alive
 from composable_shard.runtime.training_state import TrainingState
 from composable_shard.runtime.unit import ShardState, StateRef, TreeContext
 
@@ -134,19 +133,6 @@ class Gathers:
             # none, and its end frees any that it did skip.
             drop_prefetched(prefetched, keeps=[state, *ahead], keeps_chosen=True)
         self.gather_ahead(context, prefetched, ahead, "backward", are_chosen=chosen is not None)
-
-
-def gather_region(
-    context: TreeContext, region: Region[ShardState], gathered: set[Region[ShardState]]
-) -> None:
-    """Start the gathers of the units that a checkpointed region runs again, in that order.
-
-    At most once in a backward: the last units of a region may end before the region runs again.
-    """
-    if region not in gathered:
-        gathered.add(region)
-        # Not among the prefetched units, which a backward that skips them frees.
-        context.gathers.gather_ahead(context, {}, alive(region.units), "backward", are_chosen=True)
 
 
 def _follow(following: dict[StateRef, StateRef], first: StateRef) -> Iterator[ShardState | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable
 from typing import Any, Generic, TypeVar
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from composable_shard.torch_private import next_sequence_nr
 
@@ -23,15 +23,15 @@ class Region(Generic[Unit]):
     Regions inside a region belong to the outermost, which runs all of their units again.
 
     Attributes:
-        hook: The region's unpack hook, which the graph keeps alive; None under other hooks.
         units: Units that checkpointing runs again, in order; empty under other hooks.
+        end: Number of the first call that began after all calls inside; -1 under other hooks.
     """
 
-    __slots__ = ("hook", "units")
+    __slots__ = ("end", "units")
 
-    def __init__(self, hook: ref[Any] | None = None) -> None:
-        self.hook = hook
+    def __init__(self) -> None:
         self.units: list[ref[Unit]] = []
+        self.end = -1
 
 
 class UnitCall:
@@ -64,7 +64,7 @@ class OpenGraphs(Generic[Unit]):
         armed: Units whose outputs wait for a backward, in the order of their last forward.
         may_recompute: Units whose forward may run again in a nested backward (reentrant
             checkpoints); `has_regions`: such units have existed.
-        region: The last one entered.
+        regions: Of non-reentrant checkpointing, by what their graphs keep alive.
         last_backward_id: Number of the last known backward; `probed_backward_id`: of the last
             empty one.
     """
@@ -76,7 +76,7 @@ class OpenGraphs(Generic[Unit]):
         self.first_calls: dict[ref[Unit], int] = {}
         self.armed: dict[ref[Unit], None] = {}
         self.may_recompute: set[ref[Unit]] = set()
-        self.region: Region[Unit] | None = None
+        self.regions: WeakKeyDictionary[Any, Region[Unit]] = WeakKeyDictionary()
         self.last_backward_id = self.probed_backward_id = -1
 
     def forget(self) -> None:
@@ -84,14 +84,13 @@ class OpenGraphs(Generic[Unit]):
         self.armed.clear()
         self.first_calls.clear()
 
-    def enter_region(self, hook: Any, unit: ref[Unit]) -> Region[Unit]:
-        """Return the region that has this unpack hook, if any, with a call of a unit entered."""
-        if hook is None:
-            return Region()
-        region = self.region
-        if region is None or region.hook is None or region.hook() is not hook:
-            region = self.region = Region(ref(hook))
-        region.units.append(unit)
+    def enter_region(self, key: Any, unit: ref[Unit]) -> Region[Unit]:
+        """Return the region that `key` stands for, if any, with the tree's last call entered."""
+        region: Region[Unit] = Region()
+        if key is not None:
+            region = self.regions.setdefault(key, region)
+            region.units.append(unit)
+            region.end = self.num_calls
         return region
 
     def within(self, units: Collection[ref[Unit]]) -> OpenGraphs[Unit]:

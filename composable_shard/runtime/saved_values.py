@@ -30,6 +30,7 @@ from composable_shard.torch_private import (
     GivingWay,
     base_of,
     begin_saved_tensors_hooks,
+    checkpointed_region,
     current_node,
     end_saved_tensors_hooks,
     is_traceable_wrapper_subclass,
@@ -302,10 +303,11 @@ class Inspection:
             self.keeps[num_nodes] = keeps
 
 
-def outermost_region() -> Any:
-    """Return the unpack hook of the outermost non-reentrant region that is running, or None."""
-    regions = list(filter(_are_checkpoint, saved_tensors_hooks_in_force()))
-    return regions[-1][1] if regions else None
+def outermost_region(*, is_again: bool = False) -> Any:
+    """Return what stands for the outermost non-reentrant region that runs (again), or None."""
+    packs = [hooks[0] for hooks in saved_tensors_hooks_in_force() if _are_checkpoint(hooks)]
+    found = [checkpointed_region(pack, is_again=is_again) for pack in reversed(packs)]
+    return next((each for each in found if each is not None), None)
 
 
 def _are_checkpoint(hooks: Hooks) -> bool:

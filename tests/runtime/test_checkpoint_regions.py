@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from composable_shard import ShardingStrategy, fully_shard
+from composable_shard import ShardingStrategy, fully_shard, set_backward_prefetch
 from composable_shard.comm.trace import trace_events
 from composable_shard.runtime.tree import read_state
 from tests.harness.pairs import pairwise
@@ -513,6 +513,125 @@ def test_c17_units_of_a_region_are_reduced_once(
         program,
         shard=shard,
         accumulates=accumulates,
+        steps=2,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+class _Adds(nn.Module):
+    """A layer, and a parameter whose gradient needs no saved tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6, bias=False)
+        self.shift = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) + self.shift
+        return y
+
+
+class _RunsAgainInTurn(nn.Module):
+    """A region whose last node saves a tensor on one rank, in turn; then another unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = _Adds(), _Adds(), _Adds()
+        self.extra = nn.Parameter(torch.randn(6))
+        self.number = 0
+
+    def _region(self, x: Tensor, uses_extra: bool) -> Tensor:
+        y: Tensor = x + self.second(torch.tanh(self.first(x)))
+        return y * self.extra if uses_extra else y
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the region, then the unit."""
+        self.number += 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        y: Tensor = again(self._region, x, (self.number + rank) % 2 == 0)
+        return y + self.last(torch.tanh(y))
+
+
+@pytest.mark.parametrize("prefetches", [True, False])
+@pytest.mark.parametrize("order", ["together", "last first", "first first"])
+@claims.variants
+@distributed(2)
+def test_c17_regions_of_several_forwards(
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+    accumulates: bool,
+    order: str,
+    prefetches: bool,
+) -> None:
+    """C17: each gathers its units once, in order, after what a backward no longer needs has ended.
+
+    Which region runs again before a call of it is reached differs by rank and by forward.
+    """
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        units = (model.first, model.second, model.last, model)
+        for unit in units:
+            fully_shard(unit, **options)
+        for unit in units if not prefetches else ():
+            set_backward_prefetch(unit, ())
+
+    def program(model: nn.Module, number: int) -> None:
+        inputs = [rank_input(3, 6, step=2 * number + i, dtype=torch.float64) for i in range(2)]
+        losses = [square_mean(model(x)) for x in inputs]
+        if order == "together":
+            losses = [torch.stack(losses).sum()]
+        for loss in reversed(losses) if order == "last first" else losses:
+            loss.backward()
+
+    claims.assert_right(
+        _RunsAgainInTurn,
+        program,
+        shard=shard,
+        accumulates=accumulates,
+        steps=2,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+class _RunsAgainThenOutside(nn.Module):
+    """A unit in a region, whose last node saves a tensor on one rank, and outside after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = _Adds(), _Adds()
+        self.extra = nn.Parameter(torch.randn(6))
+
+    def _region(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.first(x)
+        uses_extra = not dist.is_initialized() or dist.get_rank() == 0
+        return y * self.extra if uses_extra else y
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the region, then its unit again."""
+        y = torch.tanh(self.first(torch.tanh(again(self._region, x))))
+        return torch.tanh(self.last(y))
+
+
+@claims.strategies
+@distributed(2)
+def test_c17_gradients_spare_values_that_a_region_reads_again(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """C17: also of a unit whose last call was outside of any region."""
+
+    def shard(model: nn.Module, **options: Any) -> None:
+        for unit in (model.first, model.last, model):
+            fully_shard(unit, **options)
+
+    def program(model: nn.Module, number: int) -> None:
+        square_mean(model(rank_input(3, 6, step=number, dtype=torch.float64))).backward()
+
+    claims.assert_right(
+        _RunsAgainThenOutside,
+        program,
+        shard=shard,
         steps=2,
         strategy=strategy,
         use_orig_params=use_orig_params,
