@@ -101,11 +101,7 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         _check_arguments(step, keep_last)
         optimizers = as_dict(optimizer)
         objects = {"scheduler": as_dict(scheduler), "scaler": as_dict(scaler)}
-        try:
-            values = get_model_state_dict(model)  # first: hooks of it may replace parameters
-        except RecursionError:
-            ParamNames.of(model)  # raises if a module contains itself
-            raise
+        values = get_model_state_dict(model)  # first: hooks of it may replace parameters
         names = ParamNames.of(model)
         cuts = Cuts({fqn: each.entry.spec for fqn, each in names.managed.items()})
         tree, tensors = _describe(values, names, objects, group.rank)

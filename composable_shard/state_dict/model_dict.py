@@ -65,11 +65,16 @@ def get_model_state_dict(
             begin with different ranks, so that no rank is the first of all.
         RuntimeError: Inside forward or backward, or if no unit manages a trainable parameter of a
             sharded model that is not in any unit's `ignored_params`.
+        ValueError: If a module contains itself.
     """
     options = StateDictOptions.of(options)
     check_model_is_idle(model, "a state dict can't be made")
     check_whole(model)
-    found = {canonical(name): value for name, value in model.state_dict().items()}
+    try:
+        found = {canonical(name): value for name, value in model.state_dict().items()}
+    except RecursionError:
+        find_params(model)  # says where a module contains itself
+        raise
     if options.ignore_frozen_params:
         frozen = _frozen_names(model)
         found = {key: value for key, value in found.items() if key not in frozen}

@@ -589,6 +589,8 @@ def test_a_module_that_contains_itself_is_refused(tmp_path: Path) -> None:
     text = r"Net contains itself, at 'blocks\.1\.around\.blocks\.1\.around\.blocks\.1\.\.\.'"
     with pytest.raises(ValueError, match=text):
         save_checkpoint(tmp_path, model, step=1)
+    with pytest.raises(ValueError, match=text):
+        get_model_state_dict(model)
 
 
 class _NormedNet(Net):
