@@ -19,8 +19,9 @@ alone, so values and bytes are the same.
 - Collectives of another kind, dtype or sum than those before them begin a further call, as the
   backend's calls require. Collectives for which it has no such call are issued at once.
 
-Over gloo their bytes would have to be copied to travel as one message, which takes as long as what
-it saves. There, and on other backends that can't group calls, trees make no launches.
+Over gloo their bytes would have to be copied to travel as one message, in memory that waits, and
+with more host time for each. There, and on other backends that can't group calls, trees make no
+launches.
 """
 
 from __future__ import annotations

@@ -291,9 +291,8 @@ class FlatGradients:
         """Pack gradients that no hook has packed as they came, such as those that users set between
         `unshard` and `reshard`; raise if hooks edited values.
         """
-        is_held = self._full is not None and bool(
-            self._full.readers.claims
-        )  # users may set gradients then
+        # While the values are claimed users may set gradients.
+        is_held = self._full is not None and bool(self._full.readers.claims)
         if is_held or not all(self.arrived):
             with torch.no_grad():  # gradients of create_graph have a graph, the buffer has none
                 for index in range(len(self.arrived)):

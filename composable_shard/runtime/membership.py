@@ -31,13 +31,13 @@ from composable_shard.runtime.whole_model import find_unmanaged, raise_unmanaged
 
 
 def share_context(modules: list[nn.Module]) -> TreeContext:
-    """Find the units of `new_context`."""
+    """Give all units in `modules`, the outermost ones known so far, one new context."""
     states = dict.fromkeys(state for module in modules for state in get_states(module))
     return new_context(modules, list(states))
 
 
 def new_context(modules: list[nn.Module], states: list[ShardState]) -> TreeContext:
-    """Give units one new context, all that are in `modules`, the outermost ones known so far."""
+    """Do as `share_context` where the units are known: `states` are all that are in `modules`."""
     handles = [handle for state in states for handle in state.handles]
     device = handles[0].shard_group.device if handles else torch.device("cpu")
     context = TreeContext(modules, states, device)

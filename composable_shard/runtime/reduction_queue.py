@@ -139,9 +139,10 @@ class Order:
 
     Of this class `end` and `make_ready` do all of the work. The other methods are empty: an order
     of an option overrides those it needs. `Buckets` (bucket_windows.py) is that of `bucket_cap_mb`,
-    `EarlyHooks` (early_hooks.py) of hooks that users put on parameters, `AgreedOrder`
-    (reduction_order.py) of strategies that keep gradients unsharded, `Postponed` (postponed.py) of
-    `no_sync` and the like.
+    `EarlyHooks` (early_hooks.py) of hooks that users put on parameters before the ranks were
+    compared, `AgreedOrder` (reduction_order.py) of strategies that keep gradients unsharded,
+    `Postponed` (postponed.py) of `no_sync` and the like. `GradientHooks` (gradient_hooks.py) takes
+    no handle: it runs the hooks that `EarlyHooks` has not run.
 
     One object of each class lasts for one backward. Those that an option brings are in
     `ReductionQueue.orders`, and are told what happens to all handles of the tree.

@@ -91,7 +91,7 @@ class ShardState:
         self.settings = UnitSettings()
         self.order_kinds: tuple[Any, ...] = ()
         self._find_orders: OrderChoice = _no_orders
-        # Where the strategy frees parameters, `apply_policy` follows with what was planned.
+        # Where the strategy frees parameters, `ReshardPolicy.apply` follows, of what was planned.
         self.change(reshard_after_forward=options.reshard_after_forward)
         self.before_forward = before_forward
         self.inspection = Inspection(list(chain.from_iterable(map(backward_hooks_of, inside))))
