@@ -80,9 +80,14 @@ def _leave_cores_to_others() -> None:
 def quiet_group() -> HostGroup:
     """Return the group of all ranks when no save uses it; raise the error of one that failed."""
     group = get_host_group()
+    with group.agreed():
+        end_pending(group)
+    return group
+
+
+def end_pending(group: HostGroup) -> None:
+    """Wait for the save that uses a group, and raise its error on this rank if no call has."""
     pending: CheckpointSave | None = group.swap_pending(None)
     error = None if pending is None else pending.untold_error()
     if error is not None:
-        error = RuntimeError(f"the save before this call failed: {error}")
-    group.agree(error)
-    return group
+        raise RuntimeError(f"the save before this call failed: {error}")

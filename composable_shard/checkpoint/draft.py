@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import attrgetter, itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,8 +116,9 @@ class Item:
 
 @dataclass(frozen=True)
 class SaveArguments:
-    """Arguments of `save_checkpoint` that all ranks must agree on, beside the step."""
+    """Arguments of `save_checkpoint` that all ranks must agree on."""
 
+    step: int
     path: str
     keep_last: int | None
     async_op: bool
@@ -134,15 +136,18 @@ class Description:
     tensors, as the states of its generators, and rank 0's `extra` is saved.
     """
 
+    arguments: dict[str, Any]  # of the save
     tree: dict[str, Any]  # all values, encoded
+    items: list[Item]  # this rank's
     lines: list[list[Any]]  # of each item name, shape, dtype, order, is_shard, number of owners
     own: list[list[Any]]  # likewise, of this rank's own items, which come last
     owners: list[Owners | None]  # that lines name by number
     places: list[list[Any]]  # number of a line, start, end, and the box unless it is the whole one
-    digest: str  # of tree and lines
+    digest: str  # of the arguments, the tree and the lines
+    layout: str  # a digest of all that the plan depends on, on this rank
 
     @classmethod
-    def of(cls, tree: dict[str, Any], items: list[Item]) -> Description:
+    def of(cls, arguments: dict[str, Any], tree: dict[str, Any], items: list[Item]) -> Description:
         """Describe this rank's items."""
         numbers: dict[Owners | None, int] = {}
         lines: list[list[Any]] = []
@@ -156,15 +161,21 @@ class Description:
             if item.is_shard and region.end > region.start:
                 box = [] if region.box == whole_box(item.shape) else [region.box]
                 places.append([index, region.start, region.end, *box])
-        common = [{**tree, "extra": None}, lines]
-        digest = hashlib.sha256(json.dumps(common).encode()).hexdigest()
-        return cls(tree, lines, own, list(numbers), places, digest)
+        owners, told = list(numbers), json.dumps(lines)
+        digest = _digest(json.dumps([arguments, {**tree, "extra": None}]), told)
+        folder = str(Path(arguments["path"]).absolute())
+        layout = _digest(json.dumps([own, owners, places, folder]), told)
+        return cls(arguments, tree, items, lines, own, owners, places, digest, layout)
 
     def message(self, *, is_whole: bool) -> dict[str, Any]:
         """Return what this rank sends; `is_whole`: the first rank with this digest."""
         common = {"tree": self.tree, "lines": self.lines} if is_whole else {}
         own = {"digest": self.digest, "owners": self.owners, "own": self.own}
-        return {**own, "places": self.places, **common}
+        return {**self.arguments, **own, "places": self.places, **common}
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 def list_items(tensors: dict[str, Tensor], owners: Mapping[str, Owners]) -> list[Item]:
@@ -193,7 +204,7 @@ class Draft:
 
 def make_draft(ranks: list[Any]) -> Draft:
     """Join what all ranks have described."""
-    check_same(ranks, "step", *SaveArguments.__dataclass_fields__)
+    check_same(ranks, *SaveArguments.__dataclass_fields__)
     # Ranks with other arguments, or of another step, must not get as far as a common draft.
     known = {rank["digest"]: rank for rank in reversed(ranks) if "tree" in rank}
     described = [known[rank["digest"]] for rank in ranks]  # [Note: Descriptions]

@@ -44,7 +44,6 @@ from composable_shard.checkpoint.reader import (
 from composable_shard.checkpoint.run_state import (
     StagedModel,
     StagedOptimizer,
-    check_optimizers,
     compare_names,
     list_names,
     read_extra,
@@ -55,6 +54,7 @@ from composable_shard.peers import OwnGroup, Rename, named_as, open_run, read_ge
 from composable_shard.state_dict import (
     ModelRanks,
     canonical,
+    check_optimizers,
     check_values,
     get_model_state_dict,
     json_tree,
@@ -324,7 +324,7 @@ def _change(
         else:
             staged.apply()  # optimizers look at their parameters
     with group.agreed(), torch.no_grad():
-        check_optimizers(ModelRanks(staged.model), optimizers)
+        check_optimizers(ModelRanks(staged.model).all_messages(sorted(optimizers)))
         lenient = StateDictOptions(strict=False)
         load_optimizers = [
             prepare_load(staged.model, [each.optimizer], each.state, lenient, is_given_away=True)

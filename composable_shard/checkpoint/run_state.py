@@ -21,7 +21,6 @@ from composable_shard.options import StateDictOptions
 from composable_shard.state_dict import (
     Group,
     ManagedParam,
-    ModelRanks,
     ModelTensors,
     canonical,
     extra_state_name,
@@ -90,16 +89,6 @@ def _memory(value: Any) -> tuple[Any, ...] | None:
         return None
     views = value.is_conj(), value.is_neg()
     return value.data_ptr(), value.shape, value.stride(), value.dtype, views
-
-
-def check_optimizers(ranks: ModelRanks, names: Iterable[str]) -> None:
-    """Check that the ranks that share a model have optimizers of the same names.
-
-    One all-gather of 31 bytes for each process group.
-    """
-    told = ranks.all_messages(sorted(names))
-    if len(told) > 1:
-        raise ValueError(f"the ranks of one model passed different optimizers: {told}")
 
 
 # Loading

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.checkpoint.background_save import CheckpointSave, quiet_group
-from composable_shard.checkpoint.draft import ModelOwners, SaveArguments, list_items
+from composable_shard.checkpoint.background_save import CheckpointSave, end_pending
+from composable_shard.checkpoint.draft import Item, ModelOwners, SaveArguments, list_items
 from composable_shard.checkpoint.objects import (
     OneOrMore,
     as_dict,
@@ -24,13 +24,10 @@ from composable_shard.checkpoint.objects import (
     take_parts,
     wraps_state,
 )
-from composable_shard.checkpoint.run_state import (
-    check_optimizers,
-    describe_model,
-)
+from composable_shard.checkpoint.run_state import describe_model
 from composable_shard.checkpoint.staging import LateCopies, copy_to_host
 from composable_shard.checkpoint.writer import SavePlan, plan_save, write_checkpoint
-from composable_shard.comm import HostGroup
+from composable_shard.comm import HostGroup, get_host_group
 from composable_shard.options import check_path_order
 from composable_shard.state_dict import (
     Cuts,
@@ -38,7 +35,7 @@ from composable_shard.state_dict import (
     ParamNames,
     get_model_state_dict,
     json_tree,
-    read_named_state,
+    read_named_states,
 )
 from composable_shard.tensor import FlatShard
 
@@ -96,8 +93,9 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             all ranks, and nothing is left behind.
     """
     check_path_order(model, path, "save_checkpoint(path, model, optimizer, step=step)")
-    group = quiet_group()
+    group = get_host_group()
     with group.agreed():
+        end_pending(group)  # first: it uses the group
         _check_arguments(step, keep_last)
         optimizers = as_dict(optimizer)
         objects = {"scheduler": as_dict(scheduler), "scaler": as_dict(scaler)}
@@ -109,23 +107,19 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         tensors |= found
         model_owners = ModelOwners(names)
         owners = model_owners.of_model(tree["model"], tensors)
-    with group.agreed():
+
+    def describe() -> tuple[dict[str, Any], list[Item]]:
         # After the check above, because its collectives use training's groups.
-        ranks = ModelRanks(model)
-        check_optimizers(ranks, optimizers)
-        states = {
-            name: read_named_state(ranks, names, tree["model"], each)
-            for name, each in optimizers.items()
-        }
+        states = read_named_states(ModelRanks(model), names, tree["model"], optimizers)
         tree["optimizer_kinds"] = optimizer_kinds(optimizers)
         tree["optimizer"], tree["optimizer_cuts"] = {}, {}
         for name, state in states.items():
-            own: dict[str, Tensor] = {}
             if wraps_state(optimizers[name]):
                 state["parts"] = take_parts(state["state"])
+            own: dict[str, Tensor] = {}
             encoded = json_tree.encode(state, _prefix("optimizer", name), own)
             tree["optimizer"][name] = encoded
-            tensors |= own
+            tensors.update(own)
             fqns = {
                 each: fqn
                 for fqn, entries in encoded["state"].items()
@@ -133,9 +127,10 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             }
             homes = _find_homes(cuts, fqns, own)
             tree["optimizer_cuts"][name] = homes
-            owners |= model_owners.of_optimizer(own, {**fqns, **homes})
-        items = list_items(tensors, owners)
-    plan = plan_save(group, step, tree, items, SaveArguments(os.fspath(path), keep_last, async_op))
+            owners.update(model_owners.of_optimizer(own, {**fqns, **homes}))
+        return tree, list_items(tensors, owners)
+
+    plan = plan_save(group, SaveArguments(step, os.fspath(path), keep_last, async_op), describe)
     if not async_op:
         return write_checkpoint(group, plan, keep_last, None)
     save = _save_in_background(group, plan, keep_last)

@@ -107,6 +107,6 @@ def write_state(
         "extra": None,
     }
     group = get_host_group()
-    arguments = SaveArguments(os.fspath(path), None, False)
-    plan = plan_save(group, step, tree, list_items(tensors, {}), arguments)
+    arguments = SaveArguments(step, os.fspath(path), None, False)
+    plan = plan_save(group, arguments, lambda: (tree, list_items(tensors, {})))
     return str(write_checkpoint(group, plan, None, None))

@@ -21,9 +21,10 @@ import os
 import socket
 import stat
 import time
+import uuid
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ from composable_shard.checkpoint.draft import (
     SaveArguments,
     check_copies,
     make_draft,
+    merge_trees,
     share_pieces,
 )
 from composable_shard.checkpoint.file_format import (
@@ -81,26 +83,80 @@ class SavePlan:
     content: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class KeptPlan:
+    """What a save keeps of its plan for the next one. [Note: Kept plans]"""
+
+    name: str  # the same on all ranks; empty: not kept
+    layout: str  # of the description that it was made for
+    path: Path
+    chosen: list[int]  # numbers of this rank's items to write
+    tensors: dict[str, Any]  # on rank 0, the metadata's
+
+
 def plan_save(
-    group: HostGroup, step: int, tree: dict[str, Any], items: list[Item], arguments: SaveArguments
+    group: HostGroup,
+    arguments: SaveArguments,
+    describe: Callable[[], tuple[dict[str, Any], list[Item]]],
 ) -> SavePlan:
     """Assign every region to one rank; writes nothing. [Note: One save]
 
-    A comparison of digests, a gather of what ranks hold, [Note: Descriptions], and a scatter; one
-    gather and one scatter more for names that ranks have in common without sharing the tensor.
-    [Note: Owners]
+    A comparison of digests and errors. Unless an earlier plan is kept, [Note: Kept plans], also a
+    gather of what ranks hold, [Note: Descriptions], and a scatter; one gather and one scatter more
+    for names that ranks have in common without sharing the tensor. [Note: Owners]
 
     Args:
-        tree: All values, encoded; where ranks differ, the lowest rank's are saved.
+        describe: Returns all values, encoded, and this rank's items. Its error is raised on all
+            ranks. Where ranks have different values, the lowest rank's are saved.
 
     Raises:
-        ValueError: On all ranks, if ranks disagree about the step, another argument or a tensor, or
-            if they do not hold all of its elements, or hold different ones under one name.
+        ValueError: On all ranks, if ranks disagree about an argument or a tensor, or if they do not
+            hold all of its elements, or hold different ones under one name.
     """
-    description = Description.of(tree, items)
-    firsts = group.join(description.digest, _first_ranks)
-    own_message = description.message(is_whole=group.rank in firsts)
-    gathered = group.gather({"step": step, **own_message, **asdict(arguments)})
+    kept: KeptPlan | None = group.swap_plan(None)
+    told: list[Description] = []
+
+    def tell() -> list[str]:
+        told.append(Description.of(asdict(arguments), *describe()))
+        is_known = kept is not None and kept.layout == told[0].layout
+        return [told[0].digest, kept.name if kept is not None and is_known else ""]
+
+    firsts, is_kept = group.join_made(tell, _compare_plans)
+    (own,) = told
+    if kept is not None and is_kept:
+        plan, tree = kept, merge_trees([own.tree]) if group.is_first else {}
+    else:
+        plan, tree = _plan_anew(group, own, is_whole=group.rank in firsts)
+    if plan.name:
+        group.swap_plan(plan)
+    items = [own.items[index] for index in plan.chosen]
+    # Wide dtypes first: each piece is aligned in the file.
+    items.sort(key=lambda item: -item.values.dtype.itemsize)
+    content = {"tree": tree, "tensors": plan.tensors}
+    return SavePlan(arguments.step, items, plan.path, group.run, content)
+
+
+def _compare_plans(told: Messages) -> tuple[list[int], bool]:
+    """Return the lowest rank with each digest, and whether all ranks name one kept plan.
+
+    [Note: Kept plans]
+    Who writes what follows from what the ranks hold, which seldom changes between two saves. So
+    ranks keep a plan, with rank 0's entries of the metadata. A rank that holds what it held then
+    names that plan again; if all do, and have the same values beside the tensors, nothing is
+    gathered. A plan is not kept if elements of copies were compared for it, [Note: Owners]: they
+    may have become different.
+    """
+    firsts: dict[str, int] = {}
+    for (digest, _), ranks in told:
+        firsts[digest] = min(ranks[0], firsts.get(digest, ranks[0]))
+    return sorted(firsts.values()), len(told) == 1 and bool(told[0][0][1])
+
+
+def _plan_anew(
+    group: HostGroup, own: Description, *, is_whole: bool
+) -> tuple[KeptPlan, dict[str, Any]]:
+    """Return the plan of what all ranks hold, and on rank 0 the values of all ranks."""
+    gathered = group.gather(own.message(is_whole=is_whole))
     draft = Draft({}, {}, group.size)
 
     def assign(samples: list[dict[str, Any]]) -> list[list[int]]:
@@ -110,24 +166,17 @@ def plan_save(
     def begin() -> list[Any]:
         nonlocal draft
         draft = make_draft(gathered)
-        common = [list(draft.copies), str(Path(arguments.path).absolute())]
+        name = "" if draft.copies else uuid.uuid4().hex
+        folder = str(Path(own.arguments["path"]).absolute())
+        common = [name, folder, list(draft.copies)]
         return [[*common, each] for each in ([[]] * group.size if draft.copies else assign([]))]
 
-    copies, path, chosen = group.scatter(begin)
+    name, folder, copies, chosen = group.scatter(begin)
     if copies:
-        wanted = set(copies)
+        wanted, items = set(copies), own.items
         samples = group.gather({item.name: item.sample for item in items if item.name in wanted})
         chosen = group.scatter(lambda: assign(samples))
-    content = {"tree": draft.tree, "tensors": draft.tensors}
-    own = [items[index] for index in chosen]
-    # Wide dtypes first: each piece is aligned in the file.
-    own.sort(key=lambda item: -item.values.dtype.itemsize)
-    return SavePlan(step, own, Path(path), group.run, content)
-
-
-def _first_ranks(told: Messages) -> list[int]:
-    """Return the lowest rank of each message."""
-    return sorted(ranks[0] for _, ranks in told)
+    return KeptPlan(name, own.layout, Path(folder), chosen, draft.tensors), draft.tree
 
 
 def write_checkpoint(

@@ -8,6 +8,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class HostGroup(Agreeing):
         self.size = 1 if group is None else group.size()
         self._pending: Any = None
         self._staging: dict[str, Tensor] = {}
+        self._plan: Any = None
         self.run = uuid.uuid4().hex[:12]  # a random name of the run; rank 0's counts
 
     @property
@@ -69,6 +71,11 @@ class HostGroup(Agreeing):
     def swap_staging(self, copies: dict[str, Tensor]) -> dict[str, Tensor]:
         """Keep the memory of a save's copies, by name; return what was kept before."""
         before, self._staging = self._staging, copies
+        return before
+
+    def swap_plan(self, plan: Any) -> Any:
+        """Keep the plan of a save, or None; return the one kept before."""
+        before, self._plan = self._plan, plan
         return before
 
     def agree(self, problem: Exception | None) -> None:
@@ -108,6 +115,24 @@ class HostGroup(Agreeing):
         return self.on_first(
             lambda: function([(told[ranks[0]], ranks) for ranks in holders.values()])
         )
+
+    def join_made(self, make: Callable[[], Any], function: Callable[[Messages], Any]) -> Any:
+        """Return what `function` makes of the messages that `make` returns on all ranks.
+
+        Raise any rank's error in `make` on all of them, as `agree` does, in the same messages.
+        """
+        message, problem = None, None
+        try:
+            message = make()
+        except Exception as error:  # of any kind, because the other ranks wait
+            problem = error
+        try:
+            found = None if problem is None else describe_problem(problem, self.rank)[1:]
+            joined, value = self.join([found, message], partial(_join_made, function))
+            raise_found([joined], problem)
+        finally:
+            problem = None  # its traceback holds this frame: a cycle would keep values
+        return value
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's JSON value on rank 0, in rank order; an empty list elsewhere.
@@ -205,6 +230,12 @@ class HostGroup(Agreeing):
 
 def _join_problems(told: Messages) -> list[Any] | None:
     return join_problems([each and [rank, *each] for each, ranks in told for rank in ranks])
+
+
+def _join_made(function: Callable[[Messages], Any], told: Messages) -> list[Any]:
+    problem = _join_problems([(found, ranks) for (found, _), ranks in told])
+    made = [(message, ranks) for (_, message), ranks in told]
+    return [problem, None if problem else function(made)]
 
 
 def get_host_group() -> HostGroup:

@@ -37,6 +37,10 @@ from composable_shard.state_dict.optimizer_loading import (
     prepare_load,
     set_optimizer_state_dict,
 )
-from composable_shard.state_dict.optimizer_reading import get_optimizer_state_dict, read_named_state
+from composable_shard.state_dict.optimizer_reading import (
+    check_optimizers,
+    get_optimizer_state_dict,
+    read_named_states,
+)
 from composable_shard.state_dict.param_iteration import iter_full_params
 from composable_shard.state_dict.torch_calls import check_torch_call, show_whole_values

@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from composable_shard import fully_shard, load_checkpoint, save_checkpoint
 from composable_shard.checkpoint import draft, loading, reader, saving
+from composable_shard.checkpoint.draft import SaveArguments
 from composable_shard.checkpoint.reader import CheckpointReader
 from composable_shard.checkpoint.writer import SavePlan, plan_save, write_checkpoint
 from composable_shard.comm import HostGroup
@@ -86,19 +88,19 @@ def _make_own(num_params: int, numel: int) -> tuple[nn.Module, torch.optim.Optim
 def _describe(
     rank: int, num_ranks: int, num_params: int, numel: int, path: Path
 ) -> tuple[Any, ...]:
-    """Return what `plan_save` gets on one of so many ranks, after the group."""
+    """Return what `plan_save` gets, after the group, and describes on one of so many ranks."""
     found: list[tuple[Any, ...]] = []
     group = HostGroup(None)
     group.rank, group.size = rank, num_ranks
 
-    def note(_: HostGroup, *arguments: Any) -> None:
-        found.append(arguments)
+    def note(_: HostGroup, arguments: SaveArguments, describe: Callable[[], Any]) -> None:
+        found.append((arguments, describe()))
         raise _Described
 
     with free_world(num_ranks, rank), pytest.MonkeyPatch.context() as patch:
         model, optimizer = _make_own(num_params, numel)
         patch.setattr(saving, "plan_save", note)
-        patch.setattr(saving, "quiet_group", lambda: group)
+        patch.setattr(saving, "get_host_group", lambda: group)
         extra = {"tensor": torch.ones(3), "rank": rank}  # rank 0's is saved
         with pytest.raises(_Described):
             save_checkpoint(path, model, optimizer, step=1, extra=extra)
@@ -106,10 +108,20 @@ def _describe(
 
 
 def _plan(
-    num_ranks: int, num_params: int, numel: int, path: Path, *, writes: bool = False
+    num_ranks: int,
+    num_params: int,
+    numel: int,
+    path: Path,
+    *,
+    writes: bool = False,
+    is_second: bool = False,
 ) -> tuple[list[SavePlan], Any, int]:
-    """Return each rank's plan, what was counted, and the bytes of the tree."""
-    arguments = [_describe(rank, num_ranks, num_params, numel, path) for rank in range(num_ranks)]
+    """Return each rank's plan, what was counted, and the bytes of the tree.
+
+    Args:
+        is_second: Plan twice, and return what the second time took.
+    """
+    described = [_describe(rank, num_ranks, num_params, numel, path) for rank in range(num_ranks)]
     mail: _Mail = defaultdict(queue.Queue)
     for sender in range(num_ranks):
         for receiver in {0, sender} if sender else range(num_ranks):
@@ -119,7 +131,15 @@ def _plan(
 
     def run(rank: int) -> None:
         group = _Threads(rank, num_ranks, mail, counts)
-        plans[rank] = plan = plan_save(group, *arguments[rank])
+        arguments, found = described[rank]
+        plan = plan_save(group, arguments, lambda: found)
+        if is_second:
+            counted = {kind: counter[rank] for kind, counter in counts.items()}
+            again = plan_save(group, arguments, lambda: found)
+            for kind, counter in counts.items():
+                counter[rank] -= counted[kind]
+            assert again == plan  # on rank 0 with the metadata's tree and tensors
+        plans[rank] = plan
         if writes:
             write_checkpoint(group, plan, None, None)
 
@@ -128,7 +148,7 @@ def _plan(
         thread.start()
     for thread in threads:
         thread.join()
-    return [plans[rank] for rank in range(num_ranks)], counts, len(json.dumps(arguments[0][1]))
+    return [plans[rank] for rank in range(num_ranks)], counts, len(json.dumps(described[0][1][0]))
 
 
 def test_what_a_rank_tells_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
@@ -148,6 +168,15 @@ def test_what_a_rank_tells_does_not_grow_with_the_ranks(tmp_path: Path) -> None:
     assert few_messages == messages == 3  # a digest; size and content of what it holds
     assert sent <= few_sent + 30  # digits of places
     assert received <= few_received + 30
+
+
+def test_a_plan_is_kept_for_the_next_save(tmp_path: Path) -> None:
+    """On any number of ranks a rank sends a digest, and learns that all ranks know the plan."""
+    for num_ranks in (4, 32):
+        _, counts, _ = _plan(num_ranks, 3, 64 * num_ranks, tmp_path, is_second=True)
+        assert counts["sent"][1] == counts["sent"][num_ranks - 1] == 32
+        assert counts["received"][1] == counts["received"][num_ranks - 1] == 1
+        assert counts["messages"][1] == counts["messages"][num_ranks - 1] == 1
 
 
 def test_what_a_rank_tells_grows_with_what_it_holds(tmp_path: Path) -> None:
