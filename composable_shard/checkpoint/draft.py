@@ -136,7 +136,7 @@ class Description:
     tensors, as the states of its generators, and rank 0's `extra` is saved.
     """
 
-    arguments: dict[str, Any]  # of the save
+    given: dict[str, Any]  # arguments of the save
     tree: dict[str, Any]  # all values, encoded
     items: list[Item]  # this rank's
     lines: list[list[Any]]  # of each item name, shape, dtype, order, is_shard, number of owners
@@ -147,7 +147,7 @@ class Description:
     layout: str  # a digest of all that the plan depends on, on this rank
 
     @classmethod
-    def of(cls, arguments: dict[str, Any], tree: dict[str, Any], items: list[Item]) -> Description:
+    def of(cls, given: dict[str, Any], tree: dict[str, Any], items: list[Item]) -> Description:
         """Describe this rank's items."""
         numbers: dict[Owners | None, int] = {}
         lines: list[list[Any]] = []
@@ -162,16 +162,16 @@ class Description:
                 box = [] if region.box == whole_box(item.shape) else [region.box]
                 places.append([index, region.start, region.end, *box])
         owners, told = list(numbers), json.dumps(lines)
-        digest = _digest(json.dumps([arguments, {**tree, "extra": None}]), told)
-        folder = str(Path(arguments["path"]).absolute())
+        digest = _digest(json.dumps([given, {**tree, "extra": None}]), told)
+        folder = str(Path(given["path"]).absolute())
         layout = _digest(json.dumps([own, owners, places, folder]), told)
-        return cls(arguments, tree, items, lines, own, owners, places, digest, layout)
+        return cls(given, tree, items, lines, own, owners, places, digest, layout)
 
     def message(self, *, is_whole: bool) -> dict[str, Any]:
         """Return what this rank sends; `is_whole`: the first rank with this digest."""
         common = {"tree": self.tree, "lines": self.lines} if is_whole else {}
         own = {"digest": self.digest, "owners": self.owners, "own": self.own}
-        return {**self.arguments, **own, "places": self.places, **common}
+        return {**self.given, **own, "places": self.places, **common}
 
 
 def _digest(*texts: str) -> str:

@@ -167,7 +167,7 @@ def _plan_anew(
         nonlocal draft
         draft = make_draft(gathered)
         name = "" if draft.copies else uuid.uuid4().hex
-        folder = str(Path(own.arguments["path"]).absolute())
+        folder = str(Path(own.given["path"]).absolute())
         common = [name, folder, list(draft.copies)]
         return [[*common, each] for each in ([[]] * group.size if draft.copies else assign([]))]
 

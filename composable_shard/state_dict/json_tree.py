@@ -43,6 +43,11 @@ def encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
     Names depend only on the path, so that ranks with different parts of a tree use the same ones.
     """
     match value:
+        case dict():
+            return _encode_dict(value, path, tensors)
+        case Tensor():
+            _check_has_elements(value, path)
+            return _encode_tensor(value, path, tensors)
         case None | bool() | str():
             return value
         case int() if value.bit_length() <= _MAX_BITS:
@@ -50,14 +55,9 @@ def encode(value: Any, path: str, tensors: dict[str, Any]) -> Any:
         case float():
             number = float(value)
             return number if math.isfinite(number) else {"__float__": repr(number)}
-        case Tensor():
-            _check_has_elements(value, path)
-            return _encode_tensor(value, path, tensors)
         case Elsewhere():
             tensors[path] = value
             return {"__tensor__": path}
-        case dict():
-            return _encode_dict(value, path, tensors)
         case torch.dtype():
             return {"__dtype__": str(value).removeprefix("torch.")}
         case bytes() | bytearray():

@@ -19,18 +19,18 @@ from tests.harness.assertions import assert_equal
 from tests.harness.ranks import distributed
 
 
-def _make_trained(width: int = 6) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _make_stepped(width: int = 6) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
     model.register_buffer("count", torch.zeros(1))
     fully_shard(model[0])
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
-    _take_step(model, optimizer)
+    _train_on(model, optimizer)
     return model, optimizer
 
 
-def _take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _train_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     width = model[0].in_features  # type: ignore[index]
     model(torch.ones(2, width) * (dist.get_rank() + 1)).square().sum().backward()
     optimizer.step()
@@ -63,11 +63,11 @@ def _local_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[to
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_second_save_has_the_bytes_of_one_that_is_planned(tmp_path: Path, async_op: bool) -> None:
     """Of another step's values, after which a load gives them back."""
-    model, optimizer = _make_trained()
+    model, optimizer = _make_stepped()
     folders = []
     with _counted() as made:
         for step in (1, 2, 3):
-            _take_step(model, optimizer)
+            _train_on(model, optimizer)
             rng = torch.get_rng_state()
             saved = save_checkpoint(
                 tmp_path / "kept", model, optimizer, step=step, async_op=async_op
@@ -82,7 +82,7 @@ def test_a_second_save_has_the_bytes_of_one_that_is_planned(tmp_path: Path, asyn
     assert sorted(os.listdir(folders[-1])) == names
     for name in names:
         assert (folders[-1] / name).read_bytes() == (planned / name).read_bytes(), name
-    other = _make_trained()
+    other = _make_stepped()
     load_checkpoint(tmp_path / "kept", *other)
     for found, wanted in zip(_local_values(*other), expected, strict=True):
         assert_equal(found, wanted)
@@ -113,14 +113,14 @@ def test_a_plan_is_made_anew_when_tensors_change(
     tmp_path: Path, change: Callable[[nn.Module, torch.optim.Optimizer], None]
 ) -> None:
     """One more, one of another shape, one of another dtype: a load gets what is there."""
-    model, optimizer = _make_trained()
+    model, optimizer = _make_stepped()
     save_checkpoint(tmp_path, model, optimizer, step=1)
     change(model, optimizer)
     with _counted() as made:
         save_checkpoint(tmp_path, model, optimizer, step=2)
         save_checkpoint(tmp_path, model, optimizer, step=3)
     assert len(made) == 1
-    other = _make_trained()
+    other = _make_stepped()
     change(*other)
     load_checkpoint(tmp_path, *other)
     for found, wanted in zip(_local_values(*other), _local_values(model, optimizer), strict=True):
@@ -130,7 +130,7 @@ def test_a_plan_is_made_anew_when_tensors_change(
 @distributed(2)
 def test_a_plan_is_made_anew_when_one_rank_holds_something_else(tmp_path: Path) -> None:
     """All ranks plan, though only rank 0's `extra`, which alone is saved, has another tensor."""
-    model, optimizer = _make_trained()
+    model, optimizer = _make_stepped()
     save_checkpoint(tmp_path, model, optimizer, step=1, extra={"seen": torch.zeros(1)})
     with _counted() as made:
         numel = 1 if dist.get_rank() else 3
@@ -142,7 +142,7 @@ def test_a_plan_is_made_anew_when_one_rank_holds_something_else(tmp_path: Path) 
 @distributed(2)
 def test_a_save_of_another_model_or_path_is_planned(tmp_path: Path) -> None:
     """Two models that take turns, then one of them into another directory."""
-    pairs = [_make_trained(), _make_trained(8)]
+    pairs = [_make_stepped(), _make_stepped(8)]
     with _counted() as made:
         for step in (1, 2):
             for number, pair in enumerate(pairs):
@@ -151,7 +151,7 @@ def test_a_save_of_another_model_or_path_is_planned(tmp_path: Path) -> None:
     assert len(made) == 5
     for number, (model, optimizer) in enumerate(pairs):
         expected = _local_values(model, optimizer)
-        _take_step(model, optimizer)
+        _train_on(model, optimizer)
         load_checkpoint(tmp_path / str(number), model, optimizer)
         for found, wanted in zip(_local_values(model, optimizer), expected, strict=True):
             assert_equal(found, wanted)
@@ -160,7 +160,7 @@ def test_a_save_of_another_model_or_path_is_planned(tmp_path: Path) -> None:
 @distributed(2)
 def test_a_relative_path_follows_the_working_directory(tmp_path: Path) -> None:
     """Of rank 0: a kept plan has the directory that it had before."""
-    model, optimizer = _make_trained()
+    model, optimizer = _make_stepped()
     before = Path.cwd()
     try:
         for name in ("one", "two"):
@@ -176,7 +176,7 @@ def test_a_relative_path_follows_the_working_directory(tmp_path: Path) -> None:
 @distributed(2)
 def test_values_that_differ_are_found_though_a_plan_is_kept(tmp_path: Path) -> None:
     """The step, a number of the optimizer, the copies of a parameter that no unit manages."""
-    model, optimizer = _make_trained()
+    model, optimizer = _make_stepped()
     save_checkpoint(tmp_path, model, optimizer, step=1)
     rank = dist.get_rank()
     with pytest.raises(ValueError, match=r"different values of step: \[2, 3\]"):
@@ -198,7 +198,7 @@ def test_values_that_differ_are_found_though_a_plan_is_kept(tmp_path: Path) -> N
 @distributed(2)
 def test_an_error_of_one_rank_is_raised_on_all_and_the_next_save_is_right(tmp_path: Path) -> None:
     """What a rank can't describe is raised in the exchange that compares the plans."""
-    model, optimizer = _make_trained()
+    model, optimizer = _make_stepped()
     save_checkpoint(tmp_path, model, optimizer, step=1)
     if dist.get_rank():
         optimizer.param_groups[0]["odd"] = object()
@@ -207,7 +207,7 @@ def test_an_error_of_one_rank_is_raised_on_all_and_the_next_save_is_right(tmp_pa
     optimizer.param_groups[0].pop("odd", None)
     save_checkpoint(tmp_path, model, optimizer, step=2)
     expected = _local_values(model, optimizer)
-    _take_step(model, optimizer)
+    _train_on(model, optimizer)
     assert load_checkpoint(tmp_path, model, optimizer).step == 2
     for found, wanted in zip(_local_values(model, optimizer), expected, strict=True):
         assert_equal(found, wanted)
