@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,10 @@ from composable_shard import (
     ShardingStrategy,
     clip_grad_norm_,
     fully_shard,
+    load_checkpoint,
+    save_checkpoint,
 )
+from composable_shard.checkpoint import CheckpointSave
 from tests.common.gpu_steps import capture, overlap, trace
 from tests.harness.fake_group import fake_group
 
@@ -231,6 +235,29 @@ def test_a_graph_of_a_step_computes_what_steps_compute(
     assert replayed == eager[3:7]
     # What was captured left the units ready for steps of the usual kind.
     assert trainer.step().item() == eager[7]
+
+
+@pytest.mark.usefixtures("nccl")
+def test_a_background_save_comes_before_what_is_issued_next(tmp_path: Path) -> None:
+    """Before a replayed graph, which no call of the library can see; both times into one memory."""
+    trainer = _Trainer(_with_sharded_blocks(_make_on_gpu()), capturable=True)
+    replay = capture(trainer.step)
+    for step in (1, 2):
+        params = [*trainer.model.parameters()]
+        states = [each for x in params for each in trainer.optimizer.state[x].values()]
+        tensors = [x._local if isinstance(x, FlatShard) else x for x in [*params, *states]]
+        expected = [each.detach().clone() for each in tensors]
+        save = save_checkpoint(tmp_path, trainer.model, trainer.optimizer, step=step, async_op=True)
+        replay()
+        assert isinstance(save, CheckpointSave)
+        save.wait()
+        other = _Trainer(_with_sharded_blocks(_make_on_gpu()), capturable=True)
+        load_checkpoint(tmp_path, other.model, other.optimizer)
+        params = [*other.model.parameters()]
+        states = [each for x in params for each in other.optimizer.state[x].values()]
+        for found, wanted in zip([*params, *states], expected, strict=True):
+            local = found._local if isinstance(found, FlatShard) else found
+            assert torch.equal(local, wanted)
 
 
 @pytest.mark.usefixtures("eight_ranks")

@@ -79,8 +79,9 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             Default: keep all.
         async_op: Copy this rank's part to host memory and return; a thread writes it. Shards in
             host memory are copied after the call has returned, at the latest before they are
-            written. At most one such copy exists, and its memory is kept: the next call waits for
-            the previous save, and copies into it.
+            written; copies from an accelerator, to pinned memory, are issued in the order of the
+            current stream. At most one such copy exists, and its memory is kept: the next call
+            waits for the previous save, and copies into it.
 
     Returns:
         The checkpoint's directory; with `async_op` a `CheckpointSave` to wait for, also after

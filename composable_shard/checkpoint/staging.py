@@ -6,6 +6,9 @@ pages the system must find and clear. So a rank's copies stay where they are, an
 overwrites them: it has waited for the one before. Of shards in host memory, which nobody can write
 unseen, the copies are made late, [Note: Late reads]: by the thread that writes, beside the next
 forward, and of what it has not come to before the optimizer's step, by the step.
+
+From an accelerator the copies go to pinned memory, in the order of the current stream: the call
+only issues them, what the program issues next comes after them, and the thread waits for them.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from composable_shard.checkpoint.draft import Item
-from composable_shard.comm import HostGroup
+from composable_shard.comm import HostGroup, alloc_host
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.tensor import (
     FlatShard,
@@ -33,6 +36,8 @@ from composable_shard.tensor import (
 )
 from composable_shard.torch_private import no_dispatch, storage_of
 
+_BLOCK_NBYTES = 1 << 28  # of pinned memory, if so much is needed
+_ALIGNMENT = 64  # bytes, of tensors in a block
 _LATE_NBYTES = 1 << 16  # of the smallest copy that is made late; others take no longer than a note
 
 
@@ -94,7 +99,12 @@ class LateCopies:
         self._by_spec: dict[int, list[_LateCopy]] = {}  # by address
         self._by_guard: dict[WriteGuard, list[_LateCopy]] = {}
         self._by_storage: dict[int, Callable[[], None]] = {}
+        self._issued: list[torch.Event] = []  # after the copies from each device
         self._is_given_up = False
+
+    def add_issued(self, device: torch.device) -> None:
+        """Note the copies from a device that its current stream has been given."""
+        self._issued.append(torch.accelerator.current_stream(device).record_event())
 
     def add(self, shard: FlatShard, target: Tensor) -> None:
         """Note a copy to make."""
@@ -113,10 +123,12 @@ class LateCopies:
             begin_late_reads(self._by_storage)
 
     def make(self) -> None:
-        """Make all that are not made yet."""
+        """Make all that are not made yet, and wait for those of devices."""
         try:
             for each in self._all():
                 each.make_in_thread()
+            for event in self._issued:
+                event.synchronize()
         finally:
             self._end()
         if self._is_given_up:
@@ -142,30 +154,64 @@ def _make(copies: Sequence[_LateCopy]) -> None:
         each.make()
 
 
+class _PinnedMemory:
+    """Pinned memory for several tensors: torch rounds each block up to a power of two."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._start = 0
+        self._left = nbytes  # that will be taken
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return memory for a tensor like another one."""
+        end = self._start + like.nbytes
+        if end > len(self._block):
+            numel = max(like.nbytes, min(self._left, _BLOCK_NBYTES))
+            self._block = alloc_host(numel, torch.uint8, is_pinned=True)
+            self._start, end = 0, like.nbytes
+        found = self._block[self._start : end].view(like.dtype).view(like.shape)
+        self._start = _aligned(end)
+        self._left -= _aligned(like.nbytes)
+        return found
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def copy_to_host(group: HostGroup, items: Sequence[Item]) -> LateCopies:
     """Give items memory for copies, and make those that can't be late. [Note: Staging memory]"""
     names = {item.name for item in items}
     kept = {name: x for name, x in group.swap_staging({}).items() if name in names}  # frees others
+    # First: a part is another tensor on the same memory.
+    values = [item.values for item in items]
+    are_late = [isinstance(x, FlatShard) and _is_written_in_sight(x) for x in values]
+    parts = [local_part(value) for value in values]
+    on_devices = [part for part in parts if type(part) is Tensor and not part.is_cpu]
+    pinned = _PinnedMemory(sum(_aligned(part.nbytes) for part in on_devices))
     late = LateCopies()
     # No inference tensor, which a later save, outside of inference mode, could not write.
     with torch.inference_mode(False), torch.no_grad():
-        for item in items:
-            value, memory = item.values, kept.pop(item.name, None)
-            # First: a part is another tensor on the same memory.
-            shard = value if isinstance(value, FlatShard) and _is_written_in_sight(value) else None
-            part = local_part(value)
+        for item, value, part, is_late in zip(items, values, parts, are_late, strict=True):
             if type(part) is not Tensor:
                 item.values = part.to("cpu", copy=True)
                 continue
+            memory = kept.pop(item.name, None)
             if memory is None or (memory.shape, memory.dtype) != (part.shape, part.dtype):
-                memory = torch.empty(part.shape, dtype=part.dtype, device="cpu")
+                memory = _alloc(part) if part.is_cpu else pinned.take(part)
             item.values = memory
-            if shard is not None:
-                late.add(shard, memory)
+            if is_late and isinstance(value, FlatShard):
+                late.add(value, memory)
             else:
-                memory.copy_(part)
+                memory.copy_(part, non_blocking=True)
+        for device in {part.device for part in on_devices}:
+            late.add_issued(device)
     group.swap_staging({x.name: x.values for x in items if type(x.values) is Tensor})
     return late
+
+
+def _alloc(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu")
 
 
 def _is_written_in_sight(shard: FlatShard) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,12 +21,10 @@ def pack(value: Any, tensors: dict[str, Tensor]) -> list[Any]:
     values that no checkpoint can hold.
     """
     tree = json_tree.encode(value, "", tensors)
+    small = {name: t for name, t in tensors.items() if t.numel() <= _MAX_NUMEL}
+    found = dict(zip(small, _bytes_of_each([*small.values()]), strict=True))
     told = {
-        name: [
-            list(t.shape),
-            json_tree.encode(t.dtype, name, {}),
-            to_bytes(t).hex() if t.numel() <= _MAX_NUMEL else None,
-        ]
+        name: [list(t.shape), json_tree.encode(t.dtype, name, {}), found.get(name)]
         for name, t in tensors.items()
     }
     return [tree, told]
@@ -46,6 +45,19 @@ def unpack(
         return fetch(name, empty) if data is None else from_bytes(bytes.fromhex(data), empty)
 
     return json_tree.decode(packed[0], find)
+
+
+def _bytes_of_each(values: Sequence[Tensor]) -> list[str]:
+    """Return each tensor's elements as hexadecimal bytes; one copy from each device."""
+    flat = [value.detach().reshape(-1).view(torch.uint8) for value in values]
+    found = [""] * len(values)
+    for device in {each.device for each in flat}:
+        here = [number for number, each in enumerate(flat) if each.device == device]
+        joined = to_bytes(torch.cat([flat[number] for number in here])).hex()
+        ends = [0, *accumulate([2 * flat[number].numel() for number in here])]
+        for number, start, end in zip(here, ends[:-1], ends[1:], strict=True):
+            found[number] = joined[start:end]
+    return found
 
 
 def to_bytes(value: Tensor) -> bytes:
