@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.checkpoint.background_save import CheckpointSave, end_pending
 from composable_shard.checkpoint.draft import Item, ModelOwners, SaveArguments, list_items
+from composable_shard.checkpoint.garbage import no_collections
 from composable_shard.checkpoint.objects import (
     OneOrMore,
     as_dict,
@@ -95,7 +96,7 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     """
     check_path_order(model, path, "save_checkpoint(path, model, optimizer, step=step)")
     group = get_host_group()
-    with group.agreed():
+    with no_collections(), group.agreed():
         end_pending(group)  # first: it uses the group
         _check_arguments(step, keep_last)
         optimizers = as_dict(optimizer)
@@ -131,7 +132,9 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             owners.update(model_owners.of_optimizer(own, {**fqns, **homes}))
         return tree, list_items(tensors, owners)
 
-    plan = plan_save(group, SaveArguments(step, os.fspath(path), keep_last, async_op), describe)
+    arguments = SaveArguments(step, os.fspath(path), keep_last, async_op)
+    with no_collections():
+        plan = plan_save(group, arguments, describe)
     if not async_op:
         return write_checkpoint(group, plan, keep_last, None)
     save = _save_in_background(group, plan, keep_last)
