@@ -3,7 +3,9 @@
 Beside FSDP2, without what either needs of torch itself.
 
 - *import*: process CPU seconds of `import composable_shard`, or of FSDP2's `fully_shard`, in a new
-  interpreter that has imported torch; compiled modules are cached, as an installed package's are
+  interpreter that has imported torch; compiled modules are cached, as an installed package's are.
+  The first optimizer of torch imports the compiler, and that DTensor and FSDP2: what this library
+  leaves out is saved by programs without one (data workers, command lines, evaluation)
 - *sharding and first step*: milliseconds of `fully_shard` on each unit and of the first forward
   and backward, which compares the ranks and makes buffers; on gloo ranks of one thread, the slower
   rank's, a new model in each round, peers in turns. *third step*: the same model's, for comparison

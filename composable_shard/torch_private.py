@@ -1,7 +1,8 @@
 """Every private name of torch that this library uses; no other module uses one.
 
 Each name was checked on torch 2.13 by the suite, and on 2.11, 2.14.1 and 2.15 by a part of it. A
-version that lacks one fails here, at import, instead of in the middle of a step.
+version that lacks one fails here, at import, instead of in the middle of a step; but what concerns
+DTensors is looked up in modules that only programs with DTensors import, see `dtensors`.
 
 [Note: Many getters]
 Each getter, setter and function asks a tensor of a subclass for `__torch_function__`, by a string
@@ -22,7 +23,7 @@ from functools import partial
 from itertools import starmap
 from operator import attrgetter, methodcaller
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -40,18 +41,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
 from torch.distributed._composable.contract import RegistryItem as RegistryItem
-from torch.distributed._functional_collectives import (
-    AsyncCollectiveTensor as AsyncCollectiveTensor,
-)
 from torch.distributed.constants import default_pg_nccl_timeout, default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     _get_default_store,
     _resolve_process_group,
     _world,
-)
-from torch.distributed.tensor._utils import (
-    compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
 )
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim.optimizer import Optimizer
@@ -64,6 +59,11 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from typing_extensions import TypeIs
+
+if TYPE_CHECKING:  # see dtensors.py
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import Placement
 
 _NEWEST_TRIED = "2.15"
 
@@ -366,6 +366,26 @@ class _GuardedNames(set[str]):
         if any(running("torch.distributed.checkpoint.state_dict")):
             self.guard()
         return super().__contains__(name)
+
+
+def is_instance_if_imported(value: object, module: str, name: str) -> bool:
+    """Return whether a value is of a class; False if nothing has imported the class's module."""
+    return isinstance(value, getattr(sys.modules.get(module), name, ()))
+
+
+def is_pending_result(value: object) -> TypeIs[AsyncCollectiveTensor]:
+    """Return whether a value is the result of a collective that no operation has waited for."""
+    module = "torch.distributed._functional_collectives"
+    return is_instance_if_imported(value, module, "AsyncCollectiveTensor")
+
+
+def local_shape_and_offset(
+    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and offsets of this rank's part of a DTensor."""
+    find = sys.modules["torch.distributed.tensor._utils"].compute_local_shape_and_global_offset
+    sizes, offsets = find(shape, mesh, placements)
+    return tuple(sizes), tuple(offsets)
 
 
 def fsdp_classes() -> tuple[type, ...]:

@@ -145,7 +145,9 @@ def test_a_torch_newer_than_those_tried_is_warned_of() -> None:
             warn_of_newer(version)
 
 
-MAX_MODULES = 141  # of the package, that a program imports which shards a model and steps
+# Of the package, that a program imports which shards a model and steps: 141 and `dtensors`, by
+# which it does not import torch's 500 modules of DTensors and sympy.
+MAX_MODULES = 142
 
 
 def _modules_after(*statements: str) -> list[set[str]]:
@@ -161,16 +163,39 @@ def test_a_program_imports_what_it_uses() -> None:
     plain, more = _modules_after("import composable_shard", "composable_shard.shard_model")
     assert {name.split(".")[1] for name in plain if name.startswith("composable_shard.")} == {
         *("comm", "construct", "flat_param", "layout", "options", "runtime", "tensor"),
-        "torch_private",
+        *("dtensors", "torch_private"),
     }
     assert len([name for name in plain if name.startswith("composable_shard")]) <= MAX_MODULES
     new = {name.split(".")[1] for name in more - plain if name.startswith("composable_shard.")}
     assert "planning" in new
     assert not new & {"checkpoint", "huggingface"}
-    assert not plain & {"torch.distributed.checkpoint", "torch.distributed.fsdp"}
     theirs, both = _modules_after("import torch.distributed.fsdp", "import composable_shard")
     assert {name for name in both - theirs if not name.startswith("composable_shard")} == set()
-    assert len(theirs - plain) > 50
+
+
+def test_torchs_modules_that_an_import_adds() -> None:
+    """Those of `contract`, by which a module tells what was applied to it; FSDP2's adds 550."""
+    torchs, plain = _modules_after("import torch", "import composable_shard")
+    added = {name for name in plain - torchs if not name.startswith("composable_shard")}
+    assert added
+    assert all(name.startswith("torch.distributed._composable") for name in added)
+    (theirs,) = _modules_after("from torch.distributed.fsdp import fully_shard")
+    assert len(theirs - torchs) > 20 * len(added)
+
+
+def test_a_program_without_dtensors_imports_none() -> None:
+    """Not for forwards, backwards and scopes. Torch imports DTensor itself with an optimizer, and
+    with the first operation on any tensor that has `__torch_dispatch__`, as `state_dict()`."""
+    code = (
+        "import torch, composable_shard; from torch import nn;"
+        "model = composable_shard.fully_shard(nn.Linear(3, 3));"
+        "model(torch.ones(1, 3)).sum().backward(); model.eval()(torch.ones(1, 3));"
+        "shown = composable_shard.unshard_params(model); shown.__enter__();"
+        "shown.__exit__(None, None, None)"
+    )
+    (found,) = _modules_after(code)
+    assert "composable_shard.module_api.full_params" in found
+    assert not found & {"torch.distributed.tensor", "sympy", "torch._dynamo"}
 
 
 def test_a_step_imports_nothing_more() -> None:

@@ -7,12 +7,12 @@ from types import CodeType
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
 
 from composable_shard.comm import ShardGroup
 from composable_shard.construct.originals import Original, Plan, values_of
+from composable_shard.dtensors import is_dtensor
 from composable_shard.flat_param import Extension, UnshardedParameter, is_shown_by_scope
 from composable_shard.runtime import find_applied, read_state
 from composable_shard.torch_private import fsdp_classes, storage_of
@@ -139,7 +139,7 @@ def check_forwards_write_nothing(modules: Iterable[nn.Module]) -> None:
 
 def _kind_of(param: nn.Parameter) -> type:
     """Return the class of a parameter's values; for a DTensor the class of the local values."""
-    values = values_of(param) if isinstance(param, DTensor) else param
+    values = values_of(param) if is_dtensor(param) else param
     is_own = type(values) is nn.Parameter or hasattr(values, "fsdp_pre_all_gather")
     return type(values if is_own else values.data)
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
 
 from composable_shard.comm import ShardGroup
 from composable_shard.construct.split_by_hand import PlainPart
+from composable_shard.dtensors import is_dtensor
 from composable_shard.flat_param import (
     FORMS,
     AskedForm,
@@ -24,6 +25,9 @@ from composable_shard.flat_param import (
 from composable_shard.layout import block_numel, is_owned
 from composable_shard.options import Granularity, ReshardAfterForward, UnitOptions
 from composable_shard.runtime import ReshardPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 @dataclass(slots=True)  # a plan may have 100,000: slots save objects for the collector
@@ -90,7 +94,7 @@ class Original:
         """The mesh and placements of a DTensor or of a part of one; None for other parameters."""
         if (part := self.plain_part) is not None:
             return part.mesh, part.own_placements
-        if type(self.param) is nn.Parameter or not isinstance(self.param, DTensor):
+        if type(self.param) is nn.Parameter or not is_dtensor(self.param):
             return None
         return self.param.device_mesh, tuple(self.param.placements)
 
@@ -140,4 +144,4 @@ def values_of(param: nn.Parameter) -> Tensor:
     if type(param) is nn.Parameter:
         return param
     values = param.detach()
-    return values.to_local() if isinstance(values, DTensor) else values
+    return values.to_local() if is_dtensor(values) else values

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+
+from composable_shard.dtensors import from_local
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 _PARTS: dict[int, PlainPart] = {}  # by the identity of parameters, in calls of `plain_parts`
 
@@ -34,7 +38,7 @@ class PlainPart(NamedTuple):
     def whole_shape(self, part: Tensor) -> torch.Size:
         """Return the shape of the parameter that `part` belongs to."""
         like = torch.empty_like(part, device="meta")
-        return DTensor.from_local(like, self.mesh, self.own_placements, run_check=False).shape
+        return from_local(like, self.mesh, self.own_placements).shape
 
 
 def plain_part_of(param: nn.Parameter) -> PlainPart | None:

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import Then, Waitable, collectives
+from composable_shard.dtensors import is_dtensor
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.full_values import FullValues
 from composable_shard.flat_param.kept_classes import ClassNotes
@@ -220,7 +220,7 @@ class ExtendedParams(UnshardedParams):
         self._whole = self.codec.make_param(entries[0])
         super().build(entries)
         param: Any = self.built[0]
-        local = param._local_tensor if isinstance(param, DTensor) else param
+        local = param._local_tensor if is_dtensor(param) else param
         if not isinstance(param, Kept):
             self.aliases = ClassNotes(param, self.readers)
         if is_traceable_wrapper_subclass(local):

@@ -26,13 +26,13 @@ share the buffer's storage; it is left to them, and a new buffer is made.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor, strided
-from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import ShardGroup
+from composable_shard.dtensors import from_local
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import (
@@ -47,6 +47,9 @@ from composable_shard.torch_private import (
     storage_of,
     storage_uses_of,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class GradPieces:
@@ -317,5 +320,5 @@ def local_gradient(gradient: Tensor, spec: ShardSpec) -> Tensor:
         return gradient
     mesh, placements = spec.tensor_parallel
     if spec.plain_gradients is not None:
-        gradient = DTensor.from_local(gradient, mesh, spec.plain_gradients, run_check=False)
-    return cast(DTensor, gradient).redistribute(mesh, placements).to_local()
+        gradient = from_local(gradient, mesh, spec.plain_gradients)
+    return cast("DTensor", gradient).redistribute(mesh, placements).to_local()

@@ -1,6 +1,7 @@
 """The classes of unsharded parameters: what they note, what they refuse, and their `.grad`.
 
-`UnshardedParameter` and `UnshardedDTensor` are what modules compute with. Their `.grad` is a
+`UnshardedParameter` and `UnshardedDTensor` (`unsharded_dtensors`, which is imported with the first
+DTensor) are what modules compute with. Their `.grad` is a
 `GradientAtRest` where the sharded parameter has a gradient. All parameters of one flat parameter
 share one `Aliases`.
 """
@@ -13,8 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from composable_shard.dtensors import is_dtensor
 from composable_shard.flat_param.kept_params import ALL, Kept, KeptMeta, shown_for, values_for
 from composable_shard.flat_param.readers import HIDDEN_ALIAS, Readers
 from composable_shard.tensor import (
@@ -153,7 +154,7 @@ class UnshardedParameter(Kept, NeverStepped, nn.Parameter, metaclass=KeptMeta):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a plain parameter with a copy of the values, which is never freed."""
         found = values_for(self)
-        return (_plain(self) if found is self else found).__reduce_ex__(protocol)
+        return (as_plain(self) if found is self else found).__reduce_ex__(protocol)
 
     def detach(self) -> Tensor:
         """Return a detached alias, as any tensor's does."""
@@ -265,7 +266,7 @@ class UnshardedParameter(Kept, NeverStepped, nn.Parameter, metaclass=KeptMeta):
         if handle is not None and id(handle) in memo:
             return _copy_unbuilt(self, memo)
         found = values_for(self)
-        memo[id(self)] = _plain(self) if found is self else copy.deepcopy(found, memo)
+        memo[id(self)] = as_plain(self) if found is self else copy.deepcopy(found, memo)
         return memo[id(self)]
 
 
@@ -334,53 +335,19 @@ def _check_stands_for(stand_in: GradientAtRest, full: UnshardedParameter | None)
         stand_in._local  # noqa: B018 -- raises
 
 
-class UnshardedDTensor(Kept, NeverStepped, DTensor):
-    """A full DTensor, whose `.grad` follows the gradient at rest as that of others does."""
+class KeptDTensor(Kept, NeverStepped):
+    """An unsharded parameter that is a DTensor; its class, `UnshardedDTensor`, is both."""
 
+    __slots__ = ()
     shard_label: object = "?"
     shard_aliases = Aliases()
     shard_position = 0
     grad = UnshardedParameter.grad
     register_post_accumulate_grad_hook = UnshardedParameter.register_post_accumulate_grad_hook
-
-    @staticmethod
-    def __tensor_unflatten__(*args: Any) -> DTensor:
-        """Make the tensor that a compiler traces, of this class: compiled code asks for it."""
-        made: DTensor = DTensor.__tensor_unflatten__(*args)
-        made.__class__ = UnshardedDTensor
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        found = values_for(self)
-        return copy.deepcopy(_plain(self) if found is self else found, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        found = values_for(self)
-        return (_plain(self) if found is self else found).__reduce_ex__(protocol)
-
-    def to_local(self, **kwargs: Any) -> Tensor:
-        """Return the part of what the modules show, as any DTensor's."""
-        found = values_for(self)
-        return super().to_local(**kwargs) if found is self else found.to_local(**kwargs)
-
-    def full_tensor(self, **kwargs: Any) -> Tensor:
-        """Return the whole of what the modules show, as any DTensor's."""
-        found = values_for(self)
-        return super().full_tensor(**kwargs) if found is self else found.full_tensor(**kwargs)
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """Redistribute what the modules show, as any DTensor."""
-        found = values_for(self)
-        redistribute = super().redistribute if found is self else found.redistribute
-        return redistribute(*args, **kwargs)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "__class__":  # by torch.utils.swap_tensors, as `Module.to` calls it
-            refuse_other_data(self.shard_label)
-        super().__setattr__(name, value)
+    _local_tensor: Tensor
 
 
-def _plain(param: UnshardedParameter | UnshardedDTensor) -> nn.Parameter:
+def as_plain(param: Any) -> nn.Parameter:
     """Return a plain parameter with a copy of the values; raise if they are not there."""
     param.shard_aliases.check_can_copy(param)
     return nn.Parameter(Tensor.detach(param).clone(), is_trainable(param))
@@ -406,23 +373,15 @@ def refuse_other_data(label: object) -> NoReturn:
     )
 
 
-_NOTES = "shard_label", "shard_aliases", "shard_position"  # of a DTensor
-
-
-def make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Parameter:
-    """Return the parameter whose data is `dense`, a view of the buffer (or a DTensor of one)."""
-    flag = dense.is_floating_point() or dense.is_complex()
-    if not isinstance(dense, DTensor):
-        return UnshardedParameter(dense, flag, noted)
-    param = nn.Parameter(dense, flag)
-    param.__dict__.update(zip(_NOTES, noted, strict=True))
-    param.__class__ = UnshardedDTensor  # type: ignore[assignment]
-    return param
+def note_on_dtensor(param: Any, noted: tuple[object, Aliases, int]) -> None:
+    """Give a DTensor its label, notes and position, of which its class has defaults."""
+    names = "shard_label", "shard_aliases", "shard_position"
+    param.__dict__.update(zip(names, noted, strict=True))
 
 
 def can_hold(kept: nn.Parameter, dense: Tensor) -> bool:
     """Return whether the object that programs may have kept can be the parameter of new values."""
-    if isinstance(kept, UnshardedDTensor) and isinstance(dense, DTensor):
+    if isinstance(kept, KeptDTensor) and is_dtensor(dense):
         return kept.dtype == dense.dtype and kept.device == dense.device
     is_plain = isinstance(kept, UnshardedParameter) and type(dense) is Tensor
     return is_plain and can_change_data(kept, dense)
@@ -439,7 +398,7 @@ def hold_values(kept: nn.Parameter, dense: Tensor, noted: tuple[object, Aliases,
         Tensor.data.__set__(kept, dense)  # type: ignore[attr-defined]
         Tensor.requires_grad.__set__(kept, flag)  # type: ignore[attr-defined]
         kept.shard_alias = None
-    elif isinstance(kept, UnshardedDTensor) and isinstance(dense, DTensor):
-        kept.__dict__.update(zip(_NOTES, noted, strict=True))
+    elif isinstance(kept, KeptDTensor) and is_dtensor(dense):
+        note_on_dtensor(kept, noted)
         kept._local_tensor = dense._local_tensor
         kept.requires_grad_(flag)

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from composable_shard.dtensors import is_dtensor
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.kept_params import ALL
 from composable_shard.layout import FlatLayout
@@ -142,13 +142,13 @@ class ScopeParams:
         labels = [entry.label for entry in self._entries] + [_FLAT_LABEL]
         for param, label in zip(params, labels, strict=False):
             param.grad = None
-            if isinstance(param, DTensor):
+            if is_dtensor(param):
                 param._local_tensor = param._local_tensor.new_empty(0)
             else:
                 # Of the same device: torch lets `.data` change it for its own devices alone.
                 param.data = torch.empty(0, dtype=param.dtype, device=param.device)
             param.__dict__["_expired_label"] = label
-            expired: Any = _ExpiredDTensor if isinstance(param, DTensor) else _ExpiredParameter
+            expired: Any = _ExpiredDTensor if is_dtensor(param) else _ExpiredParameter
             param.__class__ = expired
         # An exception's traceback may keep this object.
         self._values, self._grads, self._flat_grad, self.grad_buffer = [], [], None, None
@@ -190,11 +190,11 @@ def _refuse_backward(_: Tensor) -> NoReturn:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _dense(param: nn.Parameter) -> Tensor:
-    return param._local_tensor if isinstance(param, DTensor) else param.data
+    return param._local_tensor if is_dtensor(param) else param.data
 
 
 def _copy_assigned(label: ParamLabel, what: str, value: Tensor, target: Tensor) -> None:

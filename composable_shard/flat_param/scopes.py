@@ -9,7 +9,7 @@ from torch import Tensor
 
 from composable_shard.flat_param.form import OriginalForm
 from composable_shard.flat_param.kept_params import run_on_shown
-from composable_shard.flat_param.param_classes import UnshardedDTensor, UnshardedParameter
+from composable_shard.flat_param.param_classes import KeptDTensor, UnshardedParameter
 from composable_shard.flat_param.scope_params import ScopeParams
 from composable_shard.flat_param.shown import (
     SCOPE,
@@ -121,7 +121,7 @@ def enter_scope(shown: ShownParams, full: ScopeParams | None) -> None:
     shown.move(scope)  # first: whoever finds it after an interrupt leaves it
     shown.guard.refuse_writes(_WRITES)
     for entry, param in zip(shown.entries, scope.params, strict=True):
-        if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
+        if isinstance(entry.unsharded, UnshardedParameter | KeptDTensor):
             share_attributes(entry.unsharded, param)
     scope.show(shown)
     let_stand(shown)
@@ -134,7 +134,7 @@ def leave_scope(shown: ShownParams) -> None:
         return
     shown.guard.refuse_writes("")
     for entry in shown.entries:
-        if isinstance(entry.unsharded, UnshardedParameter | UnshardedDTensor):
+        if isinstance(entry.unsharded, UnshardedParameter | KeptDTensor):
             share_attributes(entry.unsharded, entry.sharded)
     shown.form.hide()
     shown.show_again()

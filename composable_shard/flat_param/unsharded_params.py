@@ -10,18 +10,17 @@ from operator import gt
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from composable_shard.dtensors import is_dtensor
 from composable_shard.flat_param.entries import ParamEntry
 from composable_shard.flat_param.param_classes import (
     EDIT_LATER,
     Aliases,
+    KeptDTensor,
     NotBuiltParameter,
-    UnshardedDTensor,
     UnshardedParameter,
     can_hold,
     hold_values,
-    make_unsharded,
     refuse_other_data,
 )
 from composable_shard.flat_param.readers import CONVERSION, HIDDEN_ALIAS, LATE_GRAPH, Readers
@@ -49,7 +48,17 @@ def _alias_of(param: nn.Parameter) -> Tensor:
     """Return the parameter's data (of a DTensor: the local part) under its version counter."""
     with DisableTorchFunctionSubclass():  # [Note: Kept objects]
         alias = Tensor.detach(param)
-    return alias.to_local() if isinstance(alias, DTensor) else alias
+    return alias.to_local() if is_dtensor(alias) else alias
+
+
+def _make_unsharded(dense: Tensor, noted: tuple[object, Aliases, int]) -> nn.Parameter:
+    """Return the parameter whose data is `dense`, a view of the buffer (or a DTensor of one)."""
+    flag = dense.is_floating_point() or dense.is_complex()
+    if not is_dtensor(dense):
+        return UnshardedParameter(dense, flag, noted)
+    from composable_shard.flat_param import unsharded_dtensors  # noqa: PLC0415 -- see there
+
+    return unsharded_dtensors.make_unsharded(dense, flag, noted)
 
 
 def _arrive(handle_ref: weakref.ref[Any], index: int, param: Tensor) -> None:
@@ -116,11 +125,11 @@ class UnshardedParams:
                 # Before any function of torch takes it.
                 kept.__class__ = UnshardedParameter  # type: ignore[assignment] # a base
             if kept is None or not can_hold(kept, dense):
-                kept = entry.unsharded = make_unsharded(dense, noted)
+                kept = entry.unsharded = _make_unsharded(dense, noted)
                 entry.runs_hooks = False
             else:
                 hold_values(kept, dense, noted)
-            if isinstance(kept, UnshardedParameter | UnshardedDTensor):
+            if isinstance(kept, UnshardedParameter | KeptDTensor):
                 share_attributes(kept, entry.sharded)
             else:  # a class with FSDP2's methods, which has its tensors there
                 copy_attributes(kept, entry.sharded)
@@ -128,7 +137,7 @@ class UnshardedParams:
         self.has_unwatched = not all(isinstance(each, UnshardedParameter) for each in self.built)
         self.views = self._aliases()
         self.watched = tuple(
-            param if isinstance(param, DTensor) else view
+            param if is_dtensor(param) else view
             for param, view in zip(self.built, self.views, strict=True)
         )
         self.locked = (LOCKED,) * len(self.built)
@@ -229,6 +238,6 @@ class UnshardedParams:
         for entry, offset in zip(self._entries, self._layout.offsets, strict=False):
             address = start + offset * self._buffer.element_size()
             param = entry.unsharded
-            is_view = not isinstance(param, DTensor) or _alias_of(param).data_ptr() == address
+            is_view = not is_dtensor(param) or _alias_of(param).data_ptr() == address
             if not is_view and param is not None and param.numel():
                 refuse_other_data(entry.label)

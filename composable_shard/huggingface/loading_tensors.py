@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import Ranks
+from composable_shard.dtensors import is_dtensor
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.huggingface.files import (
     Source,
@@ -190,7 +190,7 @@ def _read_other(files: TensorFiles, name: str, other: OtherTensor, device: torch
     values, tensor = files.read(name, ()), other.tensor
     if tensor.is_meta:
         tensor = other.materialize(device)
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         values = values[tuple(slice(*bounds) for bounds in region_of(tensor).box)]
         tensor = tensor.to_local()
     tensor.detach().copy_(values)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from composable_shard.dtensors import is_dtensor
 from composable_shard.flat_param import handle_of
 from composable_shard.module_api import unshard_params
 from composable_shard.runtime import ShardState, check_whole, read_state
@@ -72,7 +72,7 @@ def iter_merged_params(
         for name, plain_name in names.items() if takes else ():
             with torch.no_grad():  # not around the yield, where the caller's own code runs
                 value = model.get_parameter(name).detach()
-                value = value.full_tensor() if isinstance(value, DTensor) else value
+                value = value.full_tensor() if is_dtensor(value) else value
                 value = converted(value, where, dtype)
             yield plain_name, value
 

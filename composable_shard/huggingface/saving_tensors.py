@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import HOST
+from composable_shard.dtensors import is_dtensor
 from composable_shard.huggingface.files import (
     TensorWriter,
     parse_nbytes,
@@ -191,5 +191,5 @@ def _full_tensors(model: nn.Module, tensors: ModelTensors) -> Iterator[tuple[str
     for other in tensors.others:
         if other.is_persistent and not isinstance(other.tensor, nn.Parameter):
             value = other.tensor.detach()
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            whole = value.full_tensor() if is_dtensor(value) else value
             yield other.names[0], whole.to(HOST, copy=True)

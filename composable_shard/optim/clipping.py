@@ -10,9 +10,9 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import enter_setting
+from composable_shard.dtensors import is_dtensor
 from composable_shard.flat_param import FlatParamHandle, UnshardedParameter, handle_of
 from composable_shard.optim.other_owners import OtherOwners, split_by_owners
 from composable_shard.runtime import check_whole
@@ -210,7 +210,7 @@ def _norm_of(norms: list[Tensor], grads: list[Tensor], order: float) -> Tensor:
     for grad in grads:
         if grad.numel():  # an empty tensor has no norm of order infinity
             norm = torch.linalg.vector_norm(grad, order)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            norms.append(norm.full_tensor() if is_dtensor(norm) else norm)
     if not norms:
         return torch.tensor(0.0)
     device = norms[0].device
@@ -226,7 +226,7 @@ def _scale(slices: Slices, grads: list[Tensor], max_norm: float, norm: Tensor) -
     for (_, device), locals_ in slices.items():
         by_device[device] += locals_
     for grad in grads:
-        if isinstance(grad, DTensor):
+        if is_dtensor(grad):
             grad.mul_(factor.to(grad.device))
         else:
             by_device[grad.device].append(grad)

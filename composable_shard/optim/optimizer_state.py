@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_shard.dtensors import is_dtensor
 from composable_shard.tensor import FlatShard, is_owned_by_other_rank, wrap
 
 _O = TypeVar("_O", bound=Optimizer)
@@ -49,7 +49,7 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
     ]
     for param, key, value in full_size:
         spec = param._shard_spec
-        if isinstance(value, DTensor) and spec.tensor_parallel is None:
+        if is_dtensor(value) and spec.tensor_parallel is None:
             raise ValueError(
                 f"the state '{key}' of '{spec.label.fqn}' is a DTensor, which is cut in another "
                 "way than the parameter. Load it by set_optimizer_state_dict, on all ranks."

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.jit import ScriptModule
 
 from composable_shard.comm import ShardGroup, collectives
+from composable_shard.dtensors import is_dtensor
 from composable_shard.torch_private import (
     buffers_of,
     foreach_copy_,
@@ -82,7 +82,7 @@ class BufferBroadcast:
         for slots in self._slots:
             for buffer in slots.values():
                 if buffer is not None and buffer.numel():
-                    local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
+                    local = buffer.to_local() if is_dtensor(buffer) else buffer
                     found.setdefault(id(buffer), local.data)
         return sorted(found.values(), key=lambda buffer: -buffer.dtype.itemsize)
 

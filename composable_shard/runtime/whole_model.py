@@ -19,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from composable_shard.dtensors import is_dtensor
 from composable_shard.flat_param import UnshardedParameter, slot_key
 from composable_shard.runtime.tree import find_applied, get_states, read_state
 from composable_shard.runtime.unit import ShardState
@@ -115,4 +115,4 @@ def _unmanaged_names(places: Iterable[_Place], states: Sequence[ShardState]) -> 
 
 def _spans(param: Any, ranks: set[int]) -> bool:
     """Return whether a parameter is a DTensor over all of these ranks."""
-    return isinstance(param, DTensor) and ranks.issubset(param.device_mesh.mesh.flatten().tolist())
+    return is_dtensor(param) and ranks.issubset(param.device_mesh.mesh.flatten().tolist())

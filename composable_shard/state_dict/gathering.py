@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.comm import collectives
+from composable_shard.dtensors import distribute, is_dtensor
 from composable_shard.flat_param import FlatParamHandle
 from composable_shard.runtime import tensor_groups
-from composable_shard.tensor import FlatShard, ShardSpec
+from composable_shard.tensor import ShardSpec, is_distributed
 
 
 def copied(value: Any, device: torch.device | None) -> Any:
     """Return a whole copy of a tensor; `device` None keeps its device. Other values stay."""
-    if isinstance(value, FlatShard | DTensor):
+    if is_distributed(value):
         value = value.full_tensor()
     if not isinstance(value, Tensor):
         return value
@@ -74,7 +74,7 @@ def _gather(
     for index in range(len(handle.entries)) if shares.indices is None else shares.indices:
         part = full[layout.offsets[index] :][: layout.numels[index]]
         value = handle.entries[index].spec.unflatten(part)
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             value = value.full_tensor()  # a collective of the ranks that receive
         if keeps:
             new_dtype = dtype if dtype and value.is_floating_point() else value.dtype
@@ -145,5 +145,4 @@ def _dense_part(
     if spec.tensor_parallel is None:
         return whole
     mesh, placements = spec.tensor_parallel
-    # src_data_rank=None: cut locally, because every rank has the same values.
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+    return distribute(whole, mesh, placements).to_local()

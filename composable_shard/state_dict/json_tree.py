@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from composable_shard.dtensors import is_dtensor
 from composable_shard.tensor import FlatShard, joined, parts_of
 
 _SEQUENCES = {"__tuple__": tuple, "__set__": set, "__frozenset__": frozenset}
@@ -102,7 +102,7 @@ def _check_has_elements(value: Tensor, path: str) -> None:
     """Check that a tensor has its elements in memory, where they can be read and written again."""
     if isinstance(value, FlatShard):
         value = value._local  # not to_local(): [Note: Late reads]
-    elif isinstance(value, DTensor):
+    elif is_dtensor(value):
         value = value.to_local()
     is_dense = value.layout is torch.strided and not (value.is_quantized or value.is_nested)
     # A subclass that wraps other tensors has no memory of its own.

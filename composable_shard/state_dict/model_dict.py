@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composable_shard.comm import HOST
+from composable_shard.dtensors import distribute, is_dtensor
 from composable_shard.options import StateDictOptions, describe_prefix
 from composable_shard.runtime import check_whole
 from composable_shard.state_dict.gathering import (
@@ -35,7 +35,7 @@ from composable_shard.state_dict.model_tensors import (
     is_extra_state,
     params_by_fqn,
 )
-from composable_shard.tensor import FlatShard
+from composable_shard.tensor import FlatShard, is_distributed
 from composable_shard.torch_private import IncompatibleKeys
 
 
@@ -112,7 +112,7 @@ def _make_full(
                 found.update(dict.fromkeys(keys, values[index]))
     for key, value in found.items():
         # FlatShards: `model` may be a part of a unit.
-        if key not in done and isinstance(value, FlatShard | DTensor):
+        if key not in done and is_distributed(value):
             found[key] = value.full_tensor()
     if options.rank0_only and not ranks.is_first:
         return {}
@@ -263,7 +263,7 @@ def _is_other(key: str, expected: Any) -> bool:
 
 def _check(key: str, value: Any, wanted: Tensor) -> list[str]:
     """Return the problems of a value for a parameter or buffer."""
-    if not isinstance(value, Tensor) or isinstance(value, FlatShard | DTensor):
+    if not isinstance(value, Tensor) or is_distributed(value):
         return [f"expected '{key}' to be a whole plain tensor, got a {type(value).__name__}"]
     if value.shape != wanted.shape:
         return [f"expected '{key}' of shape {tuple(wanted.shape)}, got {tuple(value.shape)}"]
@@ -288,7 +288,6 @@ def _broadcast(ranks: ModelRanks, like: Tensor, value: Tensor | None) -> Tensor:
     if value is not None:
         whole.copy_(value)
     whole = ranks.copy_from_first(whole)
-    if isinstance(like, DTensor):
-        # src_data_rank=None: cut locally, because every rank has the same values.
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+    if is_dtensor(like):
+        return distribute(whole, like.device_mesh, like.placements)
     return whole

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from composable_shard.comm import HOST, Ranks
 from composable_shard.flat_param import (
@@ -39,6 +38,7 @@ from composable_shard.tensor import (
     FlatShard,
     FlatShardOfDTensor,
     has_fitting_shape,
+    is_distributed,
     needs_gather,
     slice_given,
 )
@@ -368,9 +368,7 @@ def _to_make_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -
     return [
         keys[name]
         for name, value in own.items()
-        if name in keys
-        and isinstance(state_dict[keys[name]], FlatShard | DTensor)
-        and not isinstance(value, FlatShard | DTensor)
+        if name in keys and is_distributed(state_dict[keys[name]]) and not is_distributed(value)
     ]
 
 

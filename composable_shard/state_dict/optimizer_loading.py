@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from composable_shard.dtensors import is_dtensor
 from composable_shard.optim import find_scalar_keys, made_state
 from composable_shard.options import StateDictOptions
 from composable_shard.state_dict.gathering import scatter_full
@@ -46,6 +46,7 @@ from composable_shard.tensor import (
     FlatShard,
     cloned,
     has_fitting_shape,
+    is_distributed,
     is_owned_by_other_rank,
     local_part,
     needs_gather,
@@ -378,7 +379,7 @@ class _Given:
             for name, value in state.items():
                 if not isinstance(value, Tensor) or fqn == REST:
                     continue
-                is_alike = isinstance(value, FlatShard | DTensor)
+                is_alike = is_distributed(value)
                 # Prodigy has one number for a parameter of zeros.
                 is_alike |= name in elementwise and value.dim() > 0
                 fits = has_fitting_shape(value, spec) if spec else value.shape == shapes[fqn]
@@ -395,8 +396,8 @@ class _Given:
         """Return whether a value must be gathered before this rank can cut it."""
         if isinstance(value, _Whole):
             return needs_gather(value.tensor, self._specs[fqn])
-        is_plain = not isinstance(self._plain.get(fqn), DTensor)
-        return is_plain and isinstance(value, FlatShard | DTensor)
+        is_plain = not is_dtensor(self._plain.get(fqn))
+        return is_plain and is_distributed(value)
 
     def cut(self, ranks: ModelRanks) -> None:
         """Cut state of a parameter's shape like the parameter."""
@@ -502,7 +503,7 @@ class _Given:
         for fqn, state in self.states.items():
             for name, value in state.items():
                 tensor = value.tensor if isinstance(value, _Whole) else value
-                if isinstance(tensor, FlatShard | DTensor):
+                if is_distributed(tensor):
                     raise ValueError(
                         f"expected the state {shown_name(name, fqn)} of '{fqn}' to be a whole "
                         f"plain tensor, got a {type(tensor).__name__}, whose shards other ranks "

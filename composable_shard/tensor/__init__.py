@@ -17,6 +17,7 @@ from composable_shard.tensor.flat_shard import (
     FlatShard,
     FlatShardOfDTensor,
     explain_read,
+    is_distributed,
     is_owned_by_other_rank,
     is_trainable,
     kind_of,

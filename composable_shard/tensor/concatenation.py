@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from composable_shard.tensor.flat_shard import FlatShard, wrap
+from composable_shard.tensor.flat_shard import FlatShard, is_distributed, wrap
 from composable_shard.tensor.labels import ParamLabel
 from composable_shard.tensor.rule_table import NeedsWhole
 from composable_shard.tensor.shard_spec import ShardSpec
@@ -133,7 +132,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
             return concatenated(shards)
         except NeedsWhole:
             pass
-    return torch.cat([x.full_tensor() if isinstance(x, FlatShard | DTensor) else x for x in flat])
+    return torch.cat([x.full_tensor() if is_distributed(x) else x for x in flat])
 
 
 def _spec_of(parts: Sequence[ShardSpec]) -> ShardSpec:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.overrides import enable_reentrant_dispatch
+from typing_extensions import TypeIs
 
 from composable_shard.comm import all_gather_uneven, broadcast, resolve_group
+from composable_shard.dtensors import distribute, is_dtensor
 from composable_shard.options import AT_REST, IN_GRAPH, SAVE
 from composable_shard.tensor.checkpointable import cloned, user_attributes
 from composable_shard.tensor.late_reads import hand_out
@@ -28,6 +29,9 @@ from composable_shard.torch_private import (
     make_wrapper,
     running,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _grad_enabled = torch.is_grad_enabled
 is_trainable: Callable[[Tensor], bool] = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
@@ -113,10 +117,10 @@ class FlatShard(RowCheckpointable):
         """
         dense = full.detach()
         is_logical = dense.shape == spec.shape != spec.dense_shape
-        if spec.tensor_parallel is not None and is_logical and not isinstance(dense, DTensor):
+        if spec.tensor_parallel is not None and is_logical and not is_dtensor(dense):
             mesh, placements = spec.tensor_parallel
-            dense = distribute_tensor(dense, mesh, placements, src_data_rank=None)
-        if isinstance(dense, DTensor):
+            dense = distribute(dense, mesh, placements)
+        if is_dtensor(dense):
             dense = dense.to_local()
         if dense.shape != spec.dense_shape:
             raise ValueError(
@@ -170,7 +174,7 @@ class FlatShard(RowCheckpointable):
                 group = resolve_group(spec.group_name)
                 flat = spec.arrange(all_gather_uneven(local, spec.numels, group, what=what))
             logical = spec.unflatten(flat)
-            return logical.full_tensor() if isinstance(logical, DTensor) else logical
+            return logical.full_tensor() if is_dtensor(logical) else logical
 
     @property
     def data(self) -> Tensor:
@@ -298,6 +302,11 @@ class FlatShard(RowCheckpointable):
     #: `grad` of torch itself, without what subclasses do; faster than its getter as a function.
     own_grad = Tensor.grad
     is_sparse = False  # saves a call of torch: optimizers ask each gradient
+
+
+def is_distributed(value: object) -> TypeIs[FlatShard | DTensor]:
+    """Return whether a value is a tensor of which other ranks hold parts."""
+    return isinstance(value, FlatShard) or is_dtensor(value)
 
 
 def whole_of(shard: FlatShard) -> Tensor:

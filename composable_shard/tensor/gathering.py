@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable_shard.comm import all_gather_uneven, resolve_group
+from composable_shard.dtensors import is_dtensor
 from composable_shard.tensor.flat_shard import FlatShard, is_trainable, whole_of
 from composable_shard.tensor.operands import (
     schema_arguments,
@@ -188,7 +188,7 @@ def _gather_distinct(bases: dict[int, FlatShard]) -> dict[int, Tensor]:
 
 
 def _as_plain(logical: Tensor) -> Tensor:
-    return logical.full_tensor().contiguous() if isinstance(logical, DTensor) else logical
+    return logical.full_tensor().contiguous() if is_dtensor(logical) else logical
 
 
 def _gather_together(shards: Sequence[FlatShard]) -> list[Tensor]:

@@ -10,20 +10,20 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
+from composable_shard.dtensors import distribute, is_dtensor
 from composable_shard.layout import Region, whole
 from composable_shard.options import OWNED, OWNED_IN_GRAPH, OWNED_IN_STEP
-from composable_shard.tensor.flat_shard import FlatShard
+from composable_shard.tensor.flat_shard import FlatShard, is_distributed
 from composable_shard.tensor.late_reads import LATE_READS
 from composable_shard.tensor.rule_table import NeedsWhole
 from composable_shard.tensor.shard_spec import ShardSpec, local_box
 from composable_shard.torch_private import (
-    AsyncCollectiveTensor,
     OpOverload,
     TensorBase,
     VariableFunctions,
     is_in_step,
+    is_pending_result,
     is_traceable_wrapper_subclass,
     schema_of,
 )
@@ -152,10 +152,10 @@ def plain_operand(func: OpOverload, tensor: Tensor, spec: ShardSpec, numel: int)
     A plain tensor is a whole value, the same on all ranks. A DTensor that lies otherwise than the
     parameter is gathered.
     """
-    if isinstance(tensor, AsyncCollectiveTensor):
+    if is_pending_result(tensor):
         tensor = tensor.wait()  # what DTensor's reductions return
     shape = tensor.shape
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         if shape == spec.shape:
             return slice_given(tensor, spec)
         tensor = tensor.full_tensor()
@@ -214,7 +214,7 @@ def has_fitting_shape(value: Tensor, spec: ShardSpec) -> bool:
     """
     if value.shape == spec.shape or (not spec.shape and value.numel() == 1):
         return True
-    is_plain = not isinstance(value, FlatShard | DTensor)
+    is_plain = not is_distributed(value)
     return is_plain and spec.tensor_parallel is not None and value.shape == spec.dense_shape
 
 
@@ -222,7 +222,7 @@ def needs_gather(value: Tensor, spec: ShardSpec) -> bool:
     """Return whether `slice_given` communicates, because the value is distributed differently."""
     if isinstance(value, FlatShard):
         return value._shard_spec != spec
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return False
     return spec.tensor_parallel != (value.device_mesh, tuple(value.placements))
 
@@ -238,15 +238,13 @@ def slice_given(value: Tensor, spec: ShardSpec) -> Tensor:
     if needs_gather(value, spec):
         value = value.full_tensor()  # type: ignore[attr-defined] # of both classes
     value = value.detach()
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         return spec.slice(value.to_local())
     if value.shape != spec.dense_shape or spec.shape == spec.dense_shape:
         value = value.reshape(spec.shape)
         if spec.tensor_parallel is not None:
             mesh, placements = spec.tensor_parallel
-            # src_data_rank=None: cut locally, as every rank has the same values.
-            distributed = distribute_tensor(value, mesh, placements, src_data_rank=None)
-            value = distributed.to_local()
+            value = distribute(value, mesh, placements).to_local()
     return spec.slice(value)
 
 
@@ -254,7 +252,7 @@ def region_of(tensor: Tensor) -> Region:
     """Return which of the logical tensor's elements this rank holds."""
     if isinstance(tensor, FlatShard):
         return tensor._shard_spec.region
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         if any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(
                 "expected a DTensor of shards or replicas, got placements "
@@ -269,7 +267,7 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return the elements of `region_of(tensor)`, 1-D and dense, without copying if it can."""
     if isinstance(tensor, FlatShard):
         return tensor._local.detach()  # 1-D also where this rank holds all of it
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
     # Conjugated or negated views are marks on memory that has other values.
     return local.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from composable_shard.dtensors import is_dtensor
 from composable_shard.tensor.checkpointable import user_attributes
 from composable_shard.tensor.flat_shard import FlatShard, kind_of, wrap
 from composable_shard.tensor.gathering import (
@@ -265,7 +265,7 @@ def copy(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         if first is not own:
             raise unsupported(func, args)
     else:
-        if not isinstance(source, DTensor) and source.shape != spec.dense_shape:
+        if not is_dtensor(source) and source.shape != spec.dense_shape:
             source = source.expand(spec.shape)
         local = slice_given(source, spec)
     note_write(target)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from composable_shard.dtensors import are_shards_or_replicas, from_local
 from composable_shard.layout import (
     Bounds,
     FlatLayout,
@@ -20,9 +20,10 @@ from composable_shard.layout import (
     whole_box,
 )
 from composable_shard.tensor.labels import ParamLabel
-from composable_shard.torch_private import (
-    compute_local_shape_and_global_offset,
-)
+from composable_shard.torch_private import local_shape_and_offset
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +171,7 @@ class ShardSpec:
         if self.tensor_parallel is None:
             return dense
         mesh, placements = self.tensor_parallel
-        return DTensor.from_local(
-            dense, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
-        )
+        return from_local(dense, mesh, placements, shape=self.shape, stride=self.stride)
 
 
 def _region(spec: ShardSpec) -> Region:
@@ -181,7 +180,7 @@ def _region(spec: ShardSpec) -> Region:
     box = whole_box(spec.shape)
     if spec.tensor_parallel is not None:
         mesh, placements = spec.tensor_parallel
-        if not all(isinstance(placement, Shard | Replicate) for placement in placements):
+        if not are_shards_or_replicas(placements):
             raise NotImplementedError(
                 f"parameter '{spec.label.fqn}' has placements {placements} on its "
                 "tensor-parallel mesh, and only Shard and Replicate can be saved or loaded in "
@@ -229,7 +228,7 @@ ShardSpec.__getattr__ = _compute  # type: ignore[attr-defined]
 
 def local_box(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> Bounds:
     """Return this rank's box of a tensor that lies on a mesh as shards and replicas."""
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    sizes, offsets = local_shape_and_offset(shape, mesh, placements)
     return tuple((offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from composable_shard.dtensors import is_dtensor
 from composable_shard.tensor.flat_shard import FlatShard, whole_of, wrap
 from composable_shard.tensor.gathering import base_of, gather_bases, may_gather, view_of_whole
 from composable_shard.tensor.operands import (
@@ -31,6 +31,9 @@ from composable_shard.tensor.view_rules import run_of
 from composable_shard.tensor.write_guard import RUNNING
 from composable_shard.torch_private import OpOverload, storage_of
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 
 def on_gathered(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -41,7 +44,7 @@ def on_gathered(
     """
     if not may_gather(func, args, kwargs):
         return None
-    if any(isinstance(item, DTensor) for item in written_in(func, args, kwargs)):
+    if any(is_dtensor(item) for item in written_in(func, args, kwargs)):
         return None
     return partial(_run_gathered, func, args, kwargs)
 
@@ -60,7 +63,7 @@ def _run_gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         whole = tensor
         if isinstance(tensor, FlatShard):
             whole = view_of_whole(tensor, wholes[id(base_of(tensor))])
-        elif isinstance(tensor, DTensor):
+        elif is_dtensor(tensor):
             whole = tensor.full_tensor()
         originals[id(whole)] = tensor
         return whole
@@ -167,7 +170,7 @@ def _wrap(
     """Return a result in the user's form: the written shard, a view, a shard, or a plain tensor."""
     if not isinstance(result, Tensor) or id(result) in originals:
         return originals.get(id(result), result)
-    if isinstance(result, DTensor):
+    if is_dtensor(result):
         return _wrap_distributed(result, shards, is_elementwise)
     for shard in shards:
         if _is_view(result, shard):
