@@ -195,13 +195,13 @@ class StagedModel:
 
         Its staged values are released at once, so that at most one is held twice.
         """
-        for handle in [handle for handle in tensors.handles if handle.local_shard.is_meta]:
+        for handle in [handle for handle in tensors.handles if handle.shard.values.is_meta]:
             own = [each for each in tensors.sharded if each.handle is handle]
             given = {each.index: local_part(self._take(each.names)) for each in own}
             materialize(handle, given if len(given) == len(handle.entries) else None)
             handle.guard.note_write(own[0].names[0])
             for index, part in given.items():  # values that `materialize` did not take
-                handle.entries[index].slice_of(handle.local_shard).copy_(part)
+                handle.entries[index].slice_of(handle.shard.values).copy_(part)
         device = tensors.handles[0].shard_group.device
         tensors.fill_computed(device)
         for other in tensors.others:

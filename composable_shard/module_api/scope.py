@@ -121,7 +121,7 @@ class FullParamsScope:
             handle.full.wait()
             output.copy_(handle.full.buffer)
         else:
-            handle.shard.gather_into(output, handle.local_shard)
+            handle.shard.gather_into(output, handle.shard.values)
         if self._keeps(handle):
             full = ScopeParams(handle.entries, handle.layout, self._to_host(output))
             self.full[handle] = full
@@ -245,7 +245,9 @@ class FullParamsScope:
             # Count it before: a scatter that fails may have written.
             handle.guard.count_write()
             values = None if full is None else self._to_send(full.buffer, handle)
-            handle.shard.write_slice(handle.local_shard, values, from_first=self.options.rank0_only)
+            handle.shard.write_slice(
+                handle.shard.values, values, from_first=self.options.rank0_only
+            )
             del values
             if any(self.has_gradient.get(handle, ())):
                 self._write_gradients(handle, dropped[handle])

@@ -259,7 +259,7 @@ def _cost(
         handle.layout,
         RankCounts.of(group),
         state.options,
-        handle.local_shard.dtype,
+        handle.shard.values.dtype,
         handle.memory.precision,
         handle.requires_grad,
         frees,
@@ -281,7 +281,7 @@ def _describe_kept(frees: bool | int) -> str:
 def _dtypes(handles: Iterable[FlatParamHandle]) -> tuple[torch.dtype, ...]:
     found: dict[torch.dtype, None] = {}
     for handle in handles:
-        main, precision = handle.local_shard.dtype, handle.memory.precision
+        main, precision = handle.shard.values.dtype, handle.memory.precision
         each = (main, precision.computes_in(main), precision.reduces_in(main))
         found.update(dict.fromkeys(each))
     return tuple(found)

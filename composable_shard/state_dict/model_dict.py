@@ -277,7 +277,7 @@ def _scatter_params(
     for handle, keys in by_handle(named).items():
         write_shard(handle, ())
         given = {index: state_dict[key] for index, key in keys.items() if key in state_dict}
-        dtype = handle.local_shard.dtype
+        dtype = handle.shard.values.dtype
         shard = scatter_full(handle, given, list(keys), dtype, groups=ranks.tensor_groups)
         write_shard(handle, ((i, handle.entries[i].slice_of(shard)) for i in keys))
 

@@ -166,12 +166,12 @@ def _find_handle_problem(
             f"unit '{handle.name}' shows its full parameters, which would miss the values. Call "
             "reshard(module) first, or load inside unshard_params(module)."
         ]
-    if handle.local_shard.is_meta and not is_assigned:
+    if handle.shard.values.is_meta and not is_assigned:
         return [
             f"parameters of unit '{handle.name}' are on the meta device. Call "
             "model.to_empty(device=...) first, or pass assign=True."
         ]
-    if handle.local_shard.is_meta and len(given) < len(handle.entries):
+    if handle.shard.values.is_meta and len(given) < len(handle.entries):
         lacking = [str(e.label) for i, e in enumerate(handle.entries) if i not in given]
         return [f"assign=True needs the values of {_quoted(lacking)} too: they share one shard."]
     return []
@@ -390,13 +390,13 @@ def _write_values(given: dict[str, ManagedParam], state_dict: dict[str, Any]) ->
 
 def write_shard(handle: FlatParamHandle, pieces: Iterable[tuple[int, Tensor]]) -> None:
     """Write pieces of parameters, by index, into a handle's shard, which leaves the meta device."""
-    if handle.local_shard.is_meta:
+    if handle.shard.values.is_meta:
         materialize(handle)
     handle.adopt_changes()
     for index, piece in pieces:
         entry = handle.entries[index]
         handle.guard.note_write(entry.label.fqn)
-        place = entry.slice_of(handle.local_shard)
+        place = entry.slice_of(handle.shard.values)
         if piece.data_ptr() != place.data_ptr():  # torch's load functions fill it themselves
             place.copy_(piece)
 

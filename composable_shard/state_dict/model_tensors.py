@@ -115,7 +115,7 @@ class ManagedParam:
     @property
     def is_meta(self) -> bool:
         """Whether it has no values yet."""
-        return self.handle.local_shard.is_meta
+        return self.handle.shard.values.is_meta
 
 
 def handles_of(module: nn.Module, around: ShardState | None = None) -> list[FlatParamHandle]:
