@@ -32,6 +32,7 @@ from composable_shard.state_dict import (
     materialize,
     own_tensors,
     params_by_fqn,
+    prefixed_modules,
     runs_own_code,
     set_model_state_dict,
 )
@@ -166,8 +167,8 @@ class StagedModel:
     def extra_changes(self) -> list[Change]:
         """Return how to change the extra state of each module that has some."""
         found: dict[str, Change] = {}
-        for name, module in self.model.named_modules(remove_duplicate=False):
-            key = extra_state_name(canonical(f"{name}." if name else ""))
+        for prefix, module in prefixed_modules(self.model):
+            key = extra_state_name(canonical(prefix))
             if key in self.extra:  # the last of a name is the module in all wrappers
                 found[key] = module.set_extra_state, self.extra[key]
         return list(found.values())

@@ -21,6 +21,7 @@ from composable_shard.runtime import (
 )
 from composable_shard.state_dict import why_unsaved
 from composable_shard.tensor import FlatShard, gathered_in_step
+from composable_shard.torch_private import modules_in
 
 _GIANT_SHARE, _GIANT_NBYTES = 0.5, 32 << 20
 _TINY_NBYTES = 64 << 10
@@ -187,7 +188,7 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     tree = ModuleTree(module)
     # All modules before the first unit: one unit may have several, anywhere in the model.
     modules: dict[ShardState, list[nn.Module]] = {}
-    for each in module.modules():
+    for each in modules_in(module):
         state = read_state(each)
         if state is not None:
             modules.setdefault(state, []).append(each)

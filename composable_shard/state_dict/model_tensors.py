@@ -61,13 +61,13 @@ def is_extra_state(name: str) -> bool:
 
 def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield every name of every parameter and buffer, with its module and its key there."""
-    for prefix, child in _named_modules(module):
+    for prefix, child in prefixed_modules(module):
         # A ScriptModule's have no __iter__.
         for key in (*parameters_of(child).keys(), *buffers_of(child).keys()):
             yield f"{prefix}{key}", child, key
 
 
-def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def prefixed_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return all modules under each of their names, as prefixes; by one call: `modules_in`.
 
     Raises:
@@ -151,7 +151,7 @@ class ParamNames:
             told: dict[str, Tensor] = {canonical(n): p for n, p in model.named_parameters()}
             return cls(params_by_fqn(model), told)
         registered: dict[int, tuple[str, Tensor]] = {}
-        for prefix, child in _named_modules(model):
+        for prefix, child in prefixed_modules(model):
             short = canonical(prefix)
             for key, param in parameters_of(child).items():
                 if param is not None and id(param) not in registered:
@@ -170,7 +170,7 @@ def _named_params(
             for place, key in map(slot_key, entry.slots):
                 places.setdefault(place, {})[key] = param
     found: list[tuple[str, str, ManagedParam]] = []
-    for prefix, child in _named_modules(module):
+    for prefix, child in prefixed_modules(module):
         shown = parameters_of(child)
         if own := places.get(id(shown)):
             keys, short = shown.keys(), canonical(prefix)
@@ -396,7 +396,7 @@ def _compute_buffers(
         for module, _ in each.places
         if next(module.parameters(), None) is None
     }
-    paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
+    paths = {id(module): path[:-1] for path, module in prefixed_modules(model)}
     for number, module in modules.items():
         initialise = _find_initialisation(model, paths[number], module)
         if initialise is None:
