@@ -1,6 +1,7 @@
 """Modules whose class names or lists them in its own way: state dicts are those of plain torch.
 
-Torch's `state_dict()` follows what modules have registered, whatever `named_modules` says.
+Torch's `state_dict()` follows what modules have registered, whatever `named_modules` says. And
+names that differ only in those of wrappers, which our state dicts leave out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from composable_shard import (
     load_checkpoint,
     no_sync,
     save_checkpoint,
+    save_safetensors,
     set_model_state_dict,
 )
 from tests.harness.assertions import assert_equal
@@ -163,3 +165,98 @@ def test_whatever_walks_the_modules_finds_them(kind: type[_ShowsAll]) -> None:
     names = {"body.1.weight", "head.weight", "body.0.weight"}
     assert names <= set(get_pending_gradients(model))
     assert [unit.fqns for unit in describe(model).units] == [("",), ("body.0",)]
+
+
+class _BesideWrapper(nn.Module):
+    """Has something beside a module, under a wrapper's name, that has the same."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inside = kind, name
+        self.net = _Offset()
+        inner = nn.Module()
+        self.add_module(name, inner)
+        if kind == "parameter":
+            inner.net = nn.Linear(5, 5)
+        elif kind == "tied":
+            inner.net = self.net
+        elif kind == "hidden":
+            self.register_buffer("scale", torch.ones(5), persistent=False)
+            inner.register_buffer("scale", torch.ones(5), persistent=False)
+        else:
+            inner.net = nn.Module()
+            if kind == "buffer":
+                inner.net.register_buffer("offset", torch.ones(5))
+            else:
+                inner.net = _Extra()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net(x)
+        return getattr(self, self.inside).net(x) if self.kind == "parameter" else x
+
+
+class _Extra(nn.Module):
+    def get_extra_state(self) -> Any:
+        return torch.tensor(7)
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("never saved")
+
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "extra state"])
+@pytest.mark.parametrize("name", _WRAPPERS)
+@distributed(2)
+def test_two_that_would_have_one_name_are_refused(tmp_path: Path, name: str, kind: str) -> None:
+    """Before anything is written; torch's own state dict has both, and is right."""
+    model = seeded(lambda: _BesideWrapper(name, kind))
+    plain = copy.deepcopy(model)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(rank_input(3, 5)).sum().backward()
+    state = plain.state_dict()
+    acts = {
+        "get": lambda: get_model_state_dict(model),
+        "set": lambda: set_model_state_dict(model, state),
+        "save": lambda: save_checkpoint(tmp_path / "new", model, optimizer, step=1),
+        "save_safetensors": lambda: save_safetensors(model, tmp_path / "tensors"),
+    }
+    key = {"parameter": "weight", "buffer": "offset", "extra state": "_extra_state"}[kind]
+    for act in acts.values():
+        with pytest.raises(ValueError, match=f"'net.{key}' and '{name}.net.{key}'.*attribute name"):
+            act()
+    assert not list(tmp_path.glob("**/*.safetensors"))
+    _assert_registered(model.state_dict(), plain)
+
+
+@pytest.mark.parametrize("kind", ["tied", "hidden"])
+@pytest.mark.parametrize("name", _WRAPPERS)
+@distributed(2)
+def test_one_under_two_such_names_is_saved(tmp_path: Path, name: str, kind: str) -> None:
+    """It is one tensor, or in no state dict."""
+    model = seeded(lambda: _BesideWrapper(name, kind))
+    fully_shard(model)
+    before = model.net.weight.full_tensor()
+    saved = save_checkpoint(tmp_path, model, step=1)
+    with torch.no_grad():
+        model.net.weight.mul_(3)
+    load_checkpoint(str(saved), model)
+    assert_equal(model.net.weight.full_tensor(), before)
+
+
+@distributed(2)
+def test_a_load_into_names_that_are_one_is_refused(tmp_path: Path) -> None:
+    """Of a checkpoint that has one of the two."""
+    model = seeded(lambda: _BesideWrapper("_orig_mod", "tied"))
+    fully_shard(model)
+    saved = save_checkpoint(tmp_path, model, step=1)
+    other = seeded(lambda: _BesideWrapper("_orig_mod", "parameter"))
+    fully_shard(other)
+    before = other.net.weight.full_tensor()
+    with torch.no_grad():
+        other.net.weight.mul_(3)
+    with pytest.raises(ValueError, match="have one name in state dicts"):
+        load_checkpoint(str(saved), other)
+    assert_equal(other.net.weight.full_tensor(), before * 3)
