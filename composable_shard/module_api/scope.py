@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from composable_shard.comm import Ranks, ShardGroup
+from composable_shard.comm import Ranks, ShardGroup, list_ranks
 from composable_shard.flat_param import (
     FlatParamHandle,
     ScopeParams,
@@ -221,7 +221,7 @@ class FullParamsScope:
             told = [rank for rank in ranks if next(received)]
             failed = failed or told
             dropped |= {h: [bool(next(received)) for _ in h.entries] for h in with_grads}
-        where = f"ranks {failed} of its group" if failed else ""
+        where = f"ranks {list_ranks(failed)} of its group" if failed else ""
         for mesh_group in tensor_groups(self.handles):
             # These ranks hold other parts of the same parameters, in other shard groups.
             flags = [problem is not None or bool(where)]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_shard.comm import HOST, Ranks
+from composable_shard.comm import HOST, Ranks, list_ranks
 from composable_shard.flat_param import FlatParamHandle, ParamEntry, slot_key
 from composable_shard.runtime import (
     ShardState,
@@ -307,8 +307,8 @@ class ModelRanks(Ranks):
             having = [rank for rank, each in enumerate(asked) if each]
             raise ValueError(
                 "expected the same StateDictOptions on all ranks, got broadcast_from_rank0=True on "
-                f"ranks {having} of {len(asked)} only. Pass it on all of them, also where the dict "
-                "is empty."
+                f"ranks {list_ranks(having)} of {len(asked)} only. Pass it on all of them, also "
+                "where the dict is empty."
             )
 
     def check_can_broadcast(self) -> None:
