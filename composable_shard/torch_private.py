@@ -315,6 +315,36 @@ buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 flat_weights_of: Callable[[nn.Module], list[Any]] = attrgetter("_flat_weights")
 flat_weights_names_of: Callable[[nn.Module], list[str]] = attrgetter("_flat_weights_names")
 modules_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
+
+
+def modules_in(module: nn.Module) -> list[nn.Module]:
+    """Return what `nn.Module.modules` yields, whatever a class overrides: what it registers.
+
+    By one call: torch's generator passes each module on through all levels above it.
+    """
+    found: dict[nn.Module, None] = {}
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and each not in found:
+            found[each] = None
+            waiting += [*modules_of(each).values()][::-1]
+    return list(found)
+
+
+def named_modules_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return what `nn.Module.named_modules` yields, as `modules_in` does."""
+    found: dict[nn.Module, str] = {}
+    waiting: list[tuple[str, nn.Module | None]] = [("", module)]
+    while waiting:
+        prefix, each = waiting.pop()
+        if each is not None and each not in found:
+            found[each] = prefix
+            below = [*modules_of(each).items()][::-1]
+            waiting += [(f"{prefix}.{key}" if prefix else key, child) for key, child in below]
+    return [(name, each) for each, name in found.items()]
+
+
 non_persistent_buffers_of: Callable[[nn.Module], set[str]] = attrgetter(
     "_non_persistent_buffers_set"
 )

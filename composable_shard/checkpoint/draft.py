@@ -31,6 +31,7 @@ from composable_shard.checkpoint.file_format import (
     dtype_name,
     join_pieces,
 )
+from composable_shard.comm import list_ranks
 from composable_shard.layout import Region, whole_box
 from composable_shard.state_dict import (
     ParamNames,
@@ -311,7 +312,8 @@ def check_copies(draft: Draft, samples: list[dict[str, Any]]) -> None:
         odd = next((ranks for ranks, one in zip(copies, found, strict=True) if one != found[0]), [])
         if odd:
             label = name.removeprefix("model/")
-            different.append(f"'{label}' of ranks {sorted(copies[0])} and of ranks {sorted(odd)}")
+            both = [list_ranks(sorted(each)) for each in (copies[0], odd)]
+            different.append(f"'{label}' of ranks {both[0]} and of ranks {both[1]}")
     if different:
         more = f" and {len(different) - _MAX_NAMES} more" if len(different) > _MAX_NAMES else ""
         raise ValueError(

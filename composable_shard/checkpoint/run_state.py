@@ -31,6 +31,7 @@ from composable_shard.state_dict import (
     materialize,
     own_tensors,
     params_by_fqn,
+    prefixed_modules,
     runs_own_code,
     set_model_state_dict,
 )
@@ -155,8 +156,8 @@ class StagedModel:
     def extra_changes(self) -> list[Change]:
         """Return how to change the extra state of each module that has some."""
         found: dict[str, Change] = {}
-        for name, module in self.model.named_modules(remove_duplicate=False):
-            key = extra_state_name(canonical(f"{name}." if name else ""))
+        for prefix, module in prefixed_modules(self.model):
+            key = extra_state_name(canonical(prefix))
             if key in self.extra:  # the last of a name is the module in all wrappers
                 found[key] = module.set_extra_state, self.extra[key]
         return list(found.values())
@@ -184,13 +185,13 @@ class StagedModel:
 
         Its staged values are released at once, so that at most one is held twice.
         """
-        for handle in [handle for handle in tensors.handles if handle.local_shard.is_meta]:
+        for handle in [handle for handle in tensors.handles if handle.shard.values.is_meta]:
             own = [each for each in tensors.sharded if each.handle is handle]
             given = {each.index: local_part(self._take(each.names)) for each in own}
             materialize(handle, given if len(given) == len(handle.entries) else None)
             handle.guard.note_write(own[0].names[0])
             for index, part in given.items():  # values that `materialize` did not take
-                handle.entries[index].slice_of(handle.local_shard).copy_(part)
+                handle.entries[index].slice_of(handle.shard.values).copy_(part)
         device = tensors.handles[0].shard_group.device
         tensors.fill_computed(device)
         for other in tensors.others:

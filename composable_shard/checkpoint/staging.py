@@ -229,4 +229,4 @@ def _is_written_in_sight(shard: FlatShard) -> bool:
     if not isinstance(handle, FlatParamHandle) or guard.is_handed_out:
         return False
     # Full parameters show the memory of a kept buffer, and other data may have been assigned.
-    return storage_of(handle.unsharded) != storage_of(handle.local_shard) == storage_of(local)
+    return storage_of(handle.unsharded) != storage_of(handle.shard.values) == storage_of(local)

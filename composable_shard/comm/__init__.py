@@ -53,7 +53,7 @@ from composable_shard.comm.step_digest import (
     StepFacts,
 )
 from composable_shard.comm.trace import count_collectives
-from composable_shard.comm.watch import fail
+from composable_shard.comm.watch import fail, list_ranks
 from composable_shard.comm.wire import QUANTISED, as_received, gather_in, wire_nbytes
 from composable_shard.torch_private import resolve_group
 

@@ -23,12 +23,12 @@ from torch import Tensor
 from composable_shard.comm import collectives
 from composable_shard.comm.calls import function_called
 from composable_shard.comm.order import order_of
+from composable_shard.comm.watch import join_few, list_ranks
 
 # First, because a NotImplementedError is a RuntimeError too.
 _KINDS = (ValueError, NotImplementedError, RuntimeError)
 _UNITS = "the comparison of the units"
 _DIGEST_NBYTES = 31  # one more makes a message of 32
-_MAX_RANKS = 16  # in a message
 
 
 def all_bytes(
@@ -227,15 +227,9 @@ def join_problems(messages: list[Any]) -> list[Any] | None:
     texts: dict[str, list[int]] = {}
     for rank, _, text in found:
         texts.setdefault(text, []).append(rank)
-    joined = "; ".join(f"on ranks {_listing(ranks)}: {text}" for text, ranks in texts.items())
+    joined = join_few([f"on ranks {list_ranks(ranks)}: {text}" for text, ranks in texts.items()])
     is_everywhere = len(texts) == 1 and None not in messages
     return [*found[0][:2], next(iter(texts)) if is_everywhere else joined]
-
-
-def _listing(ranks: list[int]) -> str:
-    """Return some of the numbers, because there may be thousands."""
-    more = len(ranks) - _MAX_RANKS
-    return f"{ranks[:_MAX_RANKS]} and {more} more" if more > 0 else str(ranks)
 
 
 def compare_units(
@@ -274,7 +268,7 @@ def _raise_difference(all_lines: list[list[str]]) -> None:
             line = lines[index] if index < len(lines) else "no such parameter"
             seen.setdefault(line, []).append(rank)
         if len(seen) > 1:
-            detail = "; ".join(f"ranks {ranks}: {line}" for line, ranks in seen.items())
+            detail = join_few([f"ranks {list_ranks(each)}: {line}" for line, each in seen.items()])
             raise RuntimeError(
                 "the ranks of one mesh must shard the same model in the same way; the "
                 f"first difference is at parameter {index}: {detail}. Build the model and call "

@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -222,21 +222,34 @@ class Waitable(Protocol):
 
 
 class Then:
-    """Works and a function that runs once after them; then all references are dropped."""
+    """Works and a function that runs once after them; then all references are dropped.
 
-    def __init__(self, works: Sequence[Waitable], action: Callable[[], object]) -> None:
-        self._works, self._actions = works, [action]
+    A function that raises or is interrupted does not run again, as it may have done a part: each
+    further wait raises.
+    """
+
+    def __init__(self, works: Sequence[Waitable], action: Callable[[], object] | None) -> None:
+        self._works, self._action = works, action
 
     def wait(self) -> None:
         """Wait for all works, then call the function."""
-        actions, self._actions = self._actions, []
         for work in self._works:
             work.wait()
-        for action in actions:
+        action = self._action
+        if action is not None:
+            self._action = _refuse
             action()
+            self._action = None
 
 
-DONE = Then([], lambda: None)
+def _refuse() -> NoReturn:
+    raise RuntimeError(
+        "what follows a collective has failed or was interrupted, so its values are not complete: "
+        "repeat the step, or load a checkpoint"
+    )
+
+
+DONE = Then((), None)
 
 
 def abandon(work: Waitable) -> None:

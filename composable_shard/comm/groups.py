@@ -19,7 +19,7 @@ from composable_shard.comm import collectives
 from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.devices import backend_name
 from composable_shard.comm.order import order_of
-from composable_shard.comm.watch import begin_watch
+from composable_shard.comm.watch import begin_watch, list_ranks
 from composable_shard.torch_private import (
     backend_of,
     inherit_timeout,
@@ -336,9 +336,9 @@ def _group_for(
     if len(known) > 1:
         raise RuntimeError(
             f"the ranks of this mesh know different numbers of process groups ({min(known)} to "
-            f"{max(known)}), so torch can't make one of ranks {ranks}. Let all ranks be in equally "
-            "many groups, as after init_device_mesh over all ranks of the job, or use neither a "
-            "number for reshard_after_forward nor separate_reduce_group."
+            f"{max(known)}), so torch can't make one of ranks {list_ranks(ranks)}. Let all ranks "
+            "be in equally many groups, as after init_device_mesh over all ranks of the job, or "
+            "use neither a number for reshard_after_forward nor separate_reduce_group."
         )
     known_groups[key] = made = dist.new_group(
         ranks, timeout=timeout_of(asking[0]), use_local_synchronization=True

@@ -12,11 +12,12 @@ That takes the bytes of a ring only with two ranks; with more, tensors of more t
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from itertools import chain, repeat, starmap
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,26 +30,76 @@ from composable_shard.comm.watch import fail
 _ABANDONED_TIMEOUT = timedelta(seconds=10)
 
 
-class _InFlight(list[dist.Work]):
+class _Failed:
+    """Takes the place of a work that has failed: each further wait raises again."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._text = str(error)  # not the error, whose traceback keeps buffers
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> NoReturn:
+        raise RuntimeError(self._text)
+
+
+class _InFlight(list[dist.Work | _Failed]):
     """Collectives and messages that are waited for even if they are dropped, for example after an
     error.
 
     If the buffer of a message in flight is freed, gloo closes the connection.
+
+    Attributes:
+        are_messages: Whether they are messages, which can't be waited for twice. All others can,
+            and then say again whether they have failed.
     """
 
-    def end(self) -> None:
-        """Wait a short time for works that nobody has waited for; ignore errors."""
-        for work in self:
-            if not work.is_completed():  # a message can't be waited for twice
-                with suppress(RuntimeError):
-                    work.wait(_ABANDONED_TIMEOUT)
-        self.clear()
+    are_messages = True
 
-    __del__ = end
+    def end(self) -> None:
+        """Wait a short time for works that nobody has waited for.
+
+        Errors are ignored here, but whoever waits later gets them: the memory is not complete.
+        """
+        kept = list[dist.Work | _Failed]()
+        for work in self:
+            if not self.are_messages or isinstance(work, _Failed):
+                kept.append(work)
+            if not work.is_completed():
+                try:
+                    work.wait(_ABANDONED_TIMEOUT)
+                except RuntimeError as error:
+                    if self.are_messages:
+                        kept.append(_Failed(error))
+        self[:] = kept
+
+    def __del__(self) -> None:
+        while self:
+            try:
+                self.are_messages = True  # nobody waits later
+                self.end()
+                break
+            except BaseException as error:  # an interrupt, which Python would drop here
+                _interrupts.append(error.with_traceback(None))  # without buffers
+
+
+# Raised by the next wait of the main thread, as if they came there.
+_interrupts: list[BaseException] = []
+
+
+def _raise_kept_interrupt() -> None:
+    if threading.current_thread() is threading.main_thread():
+        raise _interrupts.pop()
 
 
 class Works:
-    """Collectives, or messages, that are waited for together."""
+    """Collectives, or messages, that are waited for together.
+
+    Args:
+        works: Collectives that a backend has started. Messages come to `posted` later.
+        group: Their group.
+        timeout: Of each wait; None for the group's.
+    """
 
     def __init__(
         self,
@@ -56,13 +107,19 @@ class Works:
         group: dist.ProcessGroup,
         timeout: timedelta | None = None,
     ) -> None:
-        self.posted = _InFlight(works)
+        posted = self.posted = _InFlight(works)
+        posted.are_messages = not posted
         self._group, self._timeout = group, timeout
 
     def wait(self) -> None:
-        """Wait for each work once; an error says what each rank of the group does."""
+        """Wait for each work once; an error says what each rank of the group does.
+
+        After an error, and after `abandon` has met one, each further wait raises it.
+        """
         works = self.posted
         try:
+            if _interrupts:
+                _raise_kept_interrupt()
             for work in works:
                 work.wait() if self._timeout is None else work.wait(self._timeout)
             works.clear()
@@ -70,13 +127,13 @@ class Works:
             try:
                 fail(error, self._group)
             finally:
-                works.clear()
+                works[:] = [_Failed(error)]
         except BaseException:  # an interrupt: the memory may be given back next
             works.end()
             raise
 
     def abandon(self) -> None:
-        """Wait a short time until the buffers are free for other use; ignore errors."""
+        """Wait a short time until the buffers are free for other use; a later `wait` has errors."""
         self.posted.end()
 
 

@@ -18,7 +18,7 @@ from composable_shard.comm.agreement import Ranks
 from composable_shard.comm.devices import Waitable
 from composable_shard.comm.groups import ShardGroup
 from composable_shard.comm.order import LATE_STEPS, GroupOrder, describe, order_of
-from composable_shard.comm.watch import ADVICE, are
+from composable_shard.comm.watch import ADVICE, are, join_few
 
 _GroupTuple = tuple[dist.ProcessGroup, ...]
 
@@ -171,7 +171,7 @@ def _describe_difference(
             parts = [f"{are(those)} in {text}" for text, those in sides.items()]
             return (
                 f"the ranks are not in step: in the step {step}, "
-                f"{'; '.join(parts)}. {ending}. {advice}"
+                f"{join_few(parts)}. {ending}. {advice}"
             )
     return None
 

@@ -41,6 +41,8 @@ _ANSWER_S = 4.0
 _STORE_S = 3.0  # for requests of the store meanwhile
 _LONGEST_PAUSE_S = 30.0
 _KEY = "composable_shard"
+_MAX_RANKS = 16  # in a message
+_MAX_PARTS = 6  # of a message, each about some ranks
 ADVICE = "All ranks must run the same units and call the same functions, in the same order."
 
 _logger = logging.getLogger(_KEY)
@@ -240,13 +242,25 @@ def _find_difference(name: str, statements: dict[int, _Statement]) -> str | None
                 when = "called" if number == max(by_rank[ranks[0]]) else "and is now"
                 place = f"{when} at {statements[ranks[0]]['where']}"
                 parts.append(f"{are(ranks)} in {text}, call {calls[text]} of this step, {place}")
-            return f"the ranks are not in step: {'; '.join(parts)}. {ADVICE}"
+            return f"the ranks are not in step: {join_few(parts)}. {ADVICE}"
     return None
 
 
 def are(ranks: Sequence[int]) -> str:
     """Return the beginning of a sentence about ranks: "rank 1 is", "ranks 1, 2 are"."""
-    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {list(ranks)} are"
+    return f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {list_ranks(ranks)} are"
+
+
+def list_ranks(ranks: Sequence[int]) -> str:
+    """Return the first of these ranks, because there may be thousands."""
+    more = len(ranks) - _MAX_RANKS
+    return f"{list(ranks[:_MAX_RANKS])} and {more} more" if more > 0 else str(list(ranks))
+
+
+def join_few(parts: Sequence[str]) -> str:
+    """Join the first parts of a message, because there may be one for each rank."""
+    more = len(parts) - _MAX_PARTS
+    return "; ".join([*parts[:_MAX_PARTS], *([f"and {more} more such texts"] if more > 0 else [])])
 
 
 def _describe_missing(
@@ -268,7 +282,10 @@ def _describe_missing(
         _, call, text = issued[waiting[0]][-1]
         place = _describe_place(statements[waiting[0]])
         parts.append(f"{are(waiting)} in {text}, call {call} of this step, called {place}")
-    for rank in (each for each in ranks if each not in waiting):
+    others = [each for each in ranks if each not in waiting]
+    if len(others) > _MAX_PARTS:
+        others.sort(key=lambda each: each not in away)  # those that are gone are the cause
+    for rank in others:
         recent, statement = issued.get(rank, []), statements.get(rank, {})
         last = f"; the last that it issued was {recent[-1][2]}" if recent else ""
         if "ended" in statement:
@@ -279,8 +296,8 @@ def _describe_missing(
             function = f" in {statement['function']}," if statement["function"] else ""
             parts.append(f"rank {rank} is elsewhere:{function} {_describe_place(statement)}{last}")
     if len(waiting) == len(ranks):
-        return f"a collective has failed: {'; '.join(parts)}. {error}"
-    return f"a collective has failed because not all ranks came: {'; '.join(parts)}. {ADVICE}"
+        return f"a collective has failed: {join_few(parts)}. {error}"
+    return f"a collective has failed because not all ranks came: {join_few(parts)}. {ADVICE}"
 
 
 def _describe_place(statement: _Statement) -> str:

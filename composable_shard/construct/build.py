@@ -169,7 +169,7 @@ def _build_handle(group: Group, shard_group: ShardGroup, options: UnitOptions) -
     )
     # Where each rank holds everything, the first rank's values are taken.
     is_compared = options.check_initial_values and not options.sync_module_states
-    if is_compared and handle.is_sharded and not handle.local_shard.is_meta:
+    if is_compared and handle.is_sharded and not handle.shard.values.is_meta:
         handle.initial.note(dense, [spec.label for spec in specs])
     return handle
 

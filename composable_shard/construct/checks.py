@@ -15,7 +15,7 @@ from composable_shard.construct.originals import Original, Plan, values_of
 from composable_shard.dtensors import is_dtensor
 from composable_shard.flat_param import Extension, UnshardedParameter, is_shown_by_scope
 from composable_shard.runtime import find_applied, read_state
-from composable_shard.torch_private import fsdp_classes, storage_of
+from composable_shard.torch_private import fsdp_classes, named_modules_in, storage_of
 
 
 def check_scripted(plan: Plan) -> None:
@@ -29,7 +29,7 @@ def check_scripted(plan: Plan) -> None:
             continue
         names = [name for name, param in module.named_parameters() if id(param) not in ignored]
         if names:
-            found = [n for root in plan.modules for n, m in root.named_modules() if m is module]
+            found = [n for root in plan.modules for n, m in named_modules_in(root) if m is module]
             raise NotImplementedError(
                 f"'{found[0]}' is a {type(module).__name__} (torch.jit.script or trace) with the "
                 f"parameters {names}, which can't be sharded: its compiled forward reads its own. "
@@ -42,7 +42,7 @@ def check_modules(walks: Iterable[Sequence[tuple[str, nn.Module]]]) -> None:
     """Check that modules can be one unit: not sharded yet, and with calls that run hooks.
 
     Args:
-        walks: What `named_modules()` of each of them returns.
+        walks: What `named_modules_in` of each of them returns.
     """
     for walk in walks:
         module = walk[0][1]

@@ -28,7 +28,7 @@ def _cast_arguments(
     if dtype is None:
         # With main_dtype alone the unit computes in its earlier dtypes.
         dtypes = {
-            handle.memory.precision.computes_in(handle.local_shard.dtype)
+            handle.memory.precision.computes_in(handle.shard.values.dtype)
             for handle in state.needed_handles
             if handle.full.is_cast
         }

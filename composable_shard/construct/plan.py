@@ -39,6 +39,8 @@ from composable_shard.runtime import (
 from composable_shard.tensor import FlatShard
 from composable_shard.torch_private import (
     buffers_of,
+    modules_in,
+    named_modules_in,
     parameters_of,
 )
 
@@ -58,7 +60,7 @@ def plan_unit(
         inner: Modules to treat as if they were sharded already.
         managed: Ids of parameters to treat as if units of `inner` managed them already.
     """
-    walks = [list(module.named_modules()) for module in modules]
+    walks = [named_modules_in(module) for module in modules]
     check_modules(walks)
     plan = _find_params(modules, walks, options, inner, managed)
     _find_kept(plan)
@@ -183,7 +185,7 @@ def as_modules(module: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
             raise ValueError(f"expected an nn.Module, got {type(each).__name__}")
     if not modules:
         raise ValueError("expected at least one module, got an empty list")
-    inner = {id(child) for root in modules for child in root.modules() if child is not root}
+    inner = {id(child) for root in modules for child in modules_in(root) if child is not root}
     return [root for root in modules if id(root) not in inner]
 
 
@@ -249,9 +251,9 @@ def _apply_precision(plan: Plan) -> None:
     if not policy.changes_compute:
         return
     roots = [each for each in plan.unmanaged_modules if isinstance(each, policy.keep_fp32_classes)]
-    inside = {id(module) for root in roots for module in root.modules()}
+    inside = {id(module) for root in roots for module in modules_in(root)}
     inside.intersection_update(map(id, plan.unmanaged_modules))
-    below = {id(child) for root in roots for child in root.modules() if child is not root}
+    below = {id(child) for root in roots for child in modules_in(root) if child is not root}
     plan.kept_modules = [root for root in roots if id(root) not in below]
     kept = {
         id(param)

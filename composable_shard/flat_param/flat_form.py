@@ -388,7 +388,7 @@ def _with_flat(handle: FlatParamHandle) -> OriginalsAgain:
     slot = _slot_of(handle)
     spec = _flat_spec(handle, slot)
     start, end = spec.local_range
-    view = handle.local_shard[: end - start]
+    view = handle.shard.values[: end - start]
     param = nn.Parameter(FlatShard(view, spec, guard=handle.guard), handle.requires_grad)
     used = [False] * len(handle.entries)
     flat = FlatEntry(cast(FlatShard, param), spec, shard_view=view, used=used)

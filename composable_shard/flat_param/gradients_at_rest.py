@@ -34,7 +34,7 @@ def has_gradients(handle: FlatParamHandle) -> list[bool]:
 
 def gradient_shard(handle: FlatParamHandle) -> Tensor:
     """Return a copy of all sharded gradients, shape `(own_numel,)`, zero where none is."""
-    whole = torch.zeros_like(handle.local_shard)
+    whole = torch.zeros_like(handle.shard.values)
     for shown in handle.shown.at_rest:
         grad = reduced_gradient(shown.sharded)
         if isinstance(grad, FlatShard):
@@ -58,7 +58,7 @@ def set_gradients(handle: FlatParamHandle, shard: Tensor, dropped: list[bool]) -
 
 def write_unsharded_gradients(handle: FlatParamHandle) -> None:
     """Add `.grad` of full parameters to the gradients at rest; drop those where there was none."""
-    whole, used = torch.zeros_like(handle.local_shard), has_gradients(handle)
+    whole, used = torch.zeros_like(handle.shard.values), has_gradients(handle)
     form, left = handle.shown.form, handle.full.params.aliases.left
     for index, entry in enumerate(handle.entries):
         gradient = None if entry.unsharded is None else own_gradient(entry.unsharded)

@@ -144,7 +144,12 @@ class FlatParamHandle:
 
     @property
     def local_shard(self) -> Tensor:
-        """This rank's shard, shape `(own_numel,)`: its elements in `layout.shard_range`."""
+        """This rank's shard, shape `(own_numel,)`: its elements in `layout.shard_range`.
+
+        To read. Writes to it are not seen: full values that a policy keeps stay as they were. Write
+        to the parameters.
+        """
+        self.guard.set_handed_out()  # a save must not read it later
         return self.shard.values
 
     @property

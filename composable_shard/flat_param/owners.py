@@ -197,7 +197,7 @@ def _is_movable(handle: FlatParamHandle) -> bool:
 
 
 def _sizes(handle: FlatParamHandle) -> list[int]:
-    itemsize = handle.local_shard.dtype.itemsize
+    itemsize = handle.shard.values.dtype.itemsize
     return [numel * itemsize for numel in handle.layout.numels]
 
 
@@ -209,8 +209,8 @@ def _compare_plans(planned: dict[FlatParamHandle, list[int]]) -> None:
         by_mesh.setdefault(names, []).append(handle)
     for handles in by_mesh.values():
         lines = [
-            f"'{entry.label}' shape {tuple(entry.spec.shape)} {handle.local_shard.dtype} "
-            f"on meta={handle.local_shard.is_meta} owner {entry.spec.owner} to be {owner}"
+            f"'{entry.label}' shape {tuple(entry.spec.shape)} {handle.shard.values.dtype} "
+            f"on meta={handle.shard.values.is_meta} owner {entry.spec.owner} to be {owner}"
             for handle in handles
             for entry, owner in zip(handle.entries, planned[handle], strict=True)
         ]

@@ -106,7 +106,7 @@ def pending_values(handle: FlatParamHandle) -> Sequence[Tensor | None]:
     for index, has_arrived in enumerate(grads.arrived):
         value = None
         if grads.places is not None and grads.packing is not None and has_arrived:
-            value = (grads.places[index] / grads.packing.scale).to(handle.local_shard.dtype)
+            value = (grads.places[index] / grads.packing.scale).to(handle.shard.values.dtype)
         found.append(value)
     deferred = grads.reduction.deferred
     if deferred is None:

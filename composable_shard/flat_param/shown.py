@@ -18,7 +18,7 @@ from composable_shard.flat_param.kept_params import follow_writes, run_on_shown
 from composable_shard.flat_param.param_classes import Aliases
 from composable_shard.flat_param.slots import ModuleItems
 from composable_shard.tensor import WriteGuard
-from composable_shard.torch_private import disabled_torch_function
+from composable_shard.torch_private import disabled_torch_function, modules_in
 
 
 class Shown:
@@ -120,7 +120,7 @@ class ShownParams:
     def is_around(self, module: nn.Module) -> bool:
         """Return whether `module` is in the unit's first module, or is it."""
         outer = self.home.module()
-        return outer is not None and any(each is module for each in outer.modules())
+        return outer is not None and any(each is module for each in modules_in(outer))
 
     def remember_agreed_flags(self) -> None:
         """Remember that all ranks have the current parameters and `requires_grad` flags."""

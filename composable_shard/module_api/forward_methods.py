@@ -21,7 +21,7 @@ from composable_shard.runtime import (
     is_sharded,
     managed_params,
 )
-from composable_shard.torch_private import COMPILED_CALL, never_compile
+from composable_shard.torch_private import COMPILED_CALL, modules_in, never_compile
 
 _FORWARD = "forward"
 
@@ -106,7 +106,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     if is_sharded(module):
         given = vars(module).get(method_name)
         vars(module)[method_name] = ForwardMethod(module, method_name, given)
-    elif any(map(managed_params, module.modules())) and not get_states(module):
+    elif any(map(managed_params, modules_in(module))) and not get_states(module):
         raise ValueError(
             f"the parameters of this {type(module).__name__} belong to the unit of a module around "
             "it. Register a method of that module, or call fully_shard on this one too, before."

@@ -21,6 +21,7 @@ from composable_shard.runtime import (
     first_names,
     select_states,
 )
+from composable_shard.torch_private import named_modules_in
 
 
 def get_pending_gradients(module: nn.Module, *, recurse: bool = True) -> dict[str, Tensor]:
@@ -47,7 +48,7 @@ def get_pending_gradients(module: nn.Module, *, recurse: bool = True) -> dict[st
         for _, handle in _idle_handles(module, recurse, "gradients can't be shown"):
             with unmarked(handle):
                 values[handle] = pending_values(handle)
-    names = first_names(module.named_modules(), values)
+    names = first_names(named_modules_in(module), values)
     pending = {name: values[handle][index] for (handle, index), name in names.items()}
     return {name: value for name, value in pending.items() if value is not None}
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from composable_shard.comm import Ranks, ShardGroup
+from composable_shard.comm import Ranks, ShardGroup, list_ranks
 from composable_shard.flat_param import (
     FlatParamHandle,
     ScopeParams,
@@ -121,7 +121,7 @@ class FullParamsScope:
             handle.full.wait()
             output.copy_(handle.full.buffer)
         else:
-            handle.shard.gather_into(output, handle.local_shard)
+            handle.shard.gather_into(output, handle.shard.values)
         if self._keeps(handle):
             full = ScopeParams(handle.entries, handle.layout, self._to_host(output))
             self.full[handle] = full
@@ -221,7 +221,7 @@ class FullParamsScope:
             told = [rank for rank in ranks if next(received)]
             failed = failed or told
             dropped |= {h: [bool(next(received)) for _ in h.entries] for h in with_grads}
-        where = f"ranks {failed} of its group" if failed else ""
+        where = f"ranks {list_ranks(failed)} of its group" if failed else ""
         for mesh_group in tensor_groups(self.handles):
             # These ranks hold other parts of the same parameters, in other shard groups.
             flags = [problem is not None or bool(where)]
@@ -245,7 +245,9 @@ class FullParamsScope:
             # Count it before: a scatter that fails may have written.
             handle.guard.count_write()
             values = None if full is None else self._to_send(full.buffer, handle)
-            handle.shard.write_slice(handle.local_shard, values, from_first=self.options.rank0_only)
+            handle.shard.write_slice(
+                handle.shard.values, values, from_first=self.options.rank0_only
+            )
             del values
             if any(self.has_gradient.get(handle, ())):
                 self._write_gradients(handle, dropped[handle])

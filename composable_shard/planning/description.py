@@ -21,6 +21,7 @@ from composable_shard.runtime import (
 )
 from composable_shard.state_dict import why_unsaved
 from composable_shard.tensor import FlatShard, gathered_in_step
+from composable_shard.torch_private import modules_in
 
 _GIANT_SHARE, _GIANT_NBYTES = 0.5, 32 << 20
 _TINY_NBYTES = 64 << 10
@@ -187,7 +188,7 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
     tree = ModuleTree(module)
     # All modules before the first unit: one unit may have several, anywhere in the model.
     modules: dict[ShardState, list[nn.Module]] = {}
-    for each in module.modules():
+    for each in modules_in(module):
         state = read_state(each)
         if state is not None:
             modules.setdefault(state, []).append(each)
@@ -259,7 +260,7 @@ def _cost(
         handle.layout,
         RankCounts.of(group),
         state.options,
-        handle.local_shard.dtype,
+        handle.shard.values.dtype,
         handle.memory.precision,
         handle.requires_grad,
         frees,
@@ -281,7 +282,7 @@ def _describe_kept(frees: bool | int) -> str:
 def _dtypes(handles: Iterable[FlatParamHandle]) -> tuple[torch.dtype, ...]:
     found: dict[torch.dtype, None] = {}
     for handle in handles:
-        main, precision = handle.local_shard.dtype, handle.memory.precision
+        main, precision = handle.shard.values.dtype, handle.memory.precision
         each = (main, precision.computes_in(main), precision.reduces_in(main))
         found.update(dict.fromkeys(each))
     return tuple(found)

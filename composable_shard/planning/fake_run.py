@@ -41,6 +41,7 @@ from composable_shard.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
     buffers_of,
+    modules_in,
     parameters_of,
     tree_map_only,
 )
@@ -233,7 +234,7 @@ def _fake_values(
             fakes[each].register_post_accumulate_grad_hook(_drop_gradient)
     places: list[tuple[dict[str, Any], str, Tensor]] = [
         (values, name, tensor)
-        for module in model.modules()
+        for module in modules_in(model)
         for values in (parameters_of(module), buffers_of(module))
         for name, tensor in values.items()
         if tensor is not None

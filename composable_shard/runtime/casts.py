@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from composable_shard.runtime.containers import iter_tensors, map_tensors
 from composable_shard.tensor import FlatShard
-from composable_shard.torch_private import buffers_of
+from composable_shard.torch_private import buffers_of, modules_in
 
 
 def cast_arguments(
@@ -51,7 +51,7 @@ def _cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 
 def cast_buffers(modules: list[nn.Module], kept: list[nn.Module], dtype: torch.dtype) -> None:
     """Cast the floating-point buffers that `modules` themselves hold, except inside `kept`."""
-    left_alone = {id(module) for root in kept for module in root.modules()}
+    left_alone = {id(module) for root in kept for module in modules_in(root)}
     done: dict[int, Tensor] = {}  # modules may share a buffer
     for module in modules:
         for name, buffer in buffers_of(module).items():

@@ -11,24 +11,32 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_WHY = "they are cast, or of earlier graphs, or views of full parameters"
 
-def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in `value`, in order."""
+
+def iter_tensors(value: Any, around: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """Yield every tensor in `value`, in order.
+
+    Args:
+        around: The `id` of each container around it, as one may contain itself.
+    """
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (str, bytes, int, float, type(None))):
         return
-    elif isinstance(value, Mapping):
+    if isinstance(value, (str, bytes, int, float, type(None))) or id(value) in around:
+        return
+    around = (*around, id(value))
+    if isinstance(value, Mapping):
         # Before attributes: a dataclass that is a dict too, as of transformers, may have items
         # without a field.
         for item in value.values():
-            yield from iter_tensors(item)
+            yield from iter_tensors(item, around)
     elif isinstance(value, (list, tuple, set, frozenset, deque)):
         for item in value:
-            yield from iter_tensors(item)
+            yield from iter_tensors(item, around)
     else:
         for name in _attributes(value):
-            yield from iter_tensors(getattr(value, name))
+            yield from iter_tensors(getattr(value, name), around)
 
 
 def _attributes(value: Any) -> list[str]:
@@ -49,7 +57,11 @@ def _attributes(value: Any) -> list[str]:
 
 
 def map_tensors(
-    value: Any, fn: Callable[[Tensor], Tensor], *, looks_into_objects: bool = True
+    value: Any,
+    fn: Callable[[Tensor], Tensor],
+    *,
+    looks_into_objects: bool = True,
+    around: dict[int, bool] | None = None,
 ) -> Any:
     """Return `value` with `fn` applied to every tensor in it.
 
@@ -57,21 +69,42 @@ def map_tensors(
     model or its caller may keep the originals: a running state, a cache, a batch. Unless
     `looks_into_objects`, objects that are neither containers nor dataclasses are left alone. So are
     modules, always.
+
+    Args:
+        around: Of each container around it the `id`, and whether it contains itself.
+
+    Raises:
+        RuntimeError: If a container that contains itself would have to be copied.
     """
     if isinstance(value, Tensor):
         return fn(value)
-    mapped = partial(map_tensors, fn=fn, looks_into_objects=looks_into_objects)
+    around = {} if around is None else around
+    if (key := id(value)) in around:
+        around[key] = True
+        return value
+    # Before its items, and `pop` after them: what is in it may be itself.
+    around[key], items = False, list[tuple[Any, Any]]()
+    mapped = partial(map_tensors, fn=fn, looks_into_objects=looks_into_objects, around=around)
+    new = value
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return _map_sequence(value, mapped)
-    if isinstance(value, Mapping):
+        new = _map_sequence(value, mapped)
+    elif isinstance(value, Mapping):
         items = list(value.items())
     elif looks_into_objects or dataclasses.is_dataclass(value):
         items = [(name, getattr(value, name)) for name in _attributes(value)]
-    else:
-        return value
-    changed = {key: new for key, old in items if (new := mapped(old)) is not old}
-    if not changed:
-        return value
+    if changed := {name: found for name, old in items if (found := mapped(old)) is not old}:
+        new = _changed_copy(value, changed)
+    if around.pop(key) and new is not value:
+        raise RuntimeError(
+            f"the {type(value).__name__} that a forward takes or returns contains itself, and "
+            f"tensors in it are replaced ({_WHY}), so it would have to be copied. Take the "
+            "reference to itself out."
+        )
+    return new
+
+
+def _changed_copy(value: Any, changed: dict[Any, Any]) -> Any:
+    """Return a copy of a mapping or an object, with other items or attributes."""
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)({**value, **changed})  # type: ignore[call-arg]
     twin = _copied(value)
@@ -102,6 +135,6 @@ def _copied(value: Any) -> Any:
     except Exception as error:
         raise RuntimeError(
             f"can't copy the {type(value).__name__} that a forward takes or returns, in which "
-            "tensors are replaced (they are cast, or of earlier graphs, or views of full "
-            f"parameters): {error}. Give the class a __copy__ that works, or pass a dict."
+            f"tensors are replaced ({_WHY}): {error}. Give the class a __copy__ that works, or "
+            "pass a dict."
         ) from error

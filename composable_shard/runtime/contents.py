@@ -13,7 +13,7 @@ from torch.jit import ScriptModule
 
 from composable_shard.flat_param import UnshardedParameter
 from composable_shard.tensor import FlatShard
-from composable_shard.torch_private import modules_of, parameters_of
+from composable_shard.torch_private import modules_in, modules_of, parameters_of
 
 
 class _Contents:
@@ -25,7 +25,7 @@ class _Contents:
     __slots__ = ("empty", "filled", "flags", "freed", "ids", "num_children", "places", "refs")
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        found = [] if module is None else module.modules()
+        found = [] if module is None else modules_in(module)
         # A ScriptModule's contents never change, and it has no dicts of them.
         modules = [each for each in found if not isinstance(each, ScriptModule)]
         children, params = ([*map(of, modules)] for of in (modules_of, parameters_of))

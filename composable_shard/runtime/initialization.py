@@ -31,7 +31,7 @@ from composable_shard.runtime.reduction_queue import Order, ReductionQueue
 from composable_shard.runtime.tree import find_reader, get_states, read_state
 from composable_shard.runtime.unit import ShardState, TreeContext
 from composable_shard.runtime.whole_model import find_unmanaged, raise_unmanaged
-from composable_shard.torch_private import groups_calls
+from composable_shard.torch_private import groups_calls, modules_in
 
 
 def attach_or_refresh(state: ShardState) -> None:
@@ -215,5 +215,5 @@ def _place_buffers(context: TreeContext) -> None:
     handles = [handle for state in context.live_states() for handle in state.handles]
     if any(handle.memory.offload.is_active for handle in handles):
         for root in alive(context.modules):
-            for module in root.modules():
+            for module in modules_in(root):
                 place_buffers(module, handles[0].shard_group.device)

@@ -28,6 +28,7 @@ from composable_shard.runtime.open_graphs import alive
 from composable_shard.runtime.tree import get_states
 from composable_shard.runtime.unit import ShardState, TreeContext, trees
 from composable_shard.runtime.whole_model import find_unmanaged, raise_unmanaged
+from composable_shard.torch_private import modules_in
 
 
 def share_context(modules: list[nn.Module]) -> TreeContext:
@@ -112,7 +113,7 @@ def renew_context(context: TreeContext) -> None:
     adopt_contents(context)
     modules = alive(context.modules)
     graphs = context.graphs.within([state.ref for state in context.live_states()])
-    inner = {child for module in modules for child in module.modules() if child is not module}
+    inner = {child for module in modules for child in modules_in(module) if child is not module}
     renewed = []
     for module in [module for module in modules if module not in inner]:
         contexts = {state.context for state in get_states(module)}

@@ -18,7 +18,7 @@ def first_names(
 ) -> dict[tuple[FlatParamHandle, int], str]:
     """Return the first name of each parameter of handles, by handle and index.
 
-    `modules` is what `named_modules()` of a model returns.
+    `modules` is what `named_modules_in` returns of a model.
     """
     found, names = by_slot(handles), dict[tuple[FlatParamHandle, int], str]()
     for prefix, child in modules:
@@ -32,7 +32,7 @@ def first_names(
 def rename(modules: Sequence[tuple[str, nn.Module]]) -> None:
     """Name all units in a module as seen from it, for messages, and parameters of those inside.
 
-    `modules` is what `named_modules()` of a new unit's module returns, whose own parameters have
+    `modules` is what `named_modules_in` returns of a new unit's module, whose own parameters have
     their names.
     """
     named: dict[ShardState, str] = {}

@@ -34,6 +34,7 @@ from composable_shard.torch_private import (
     current_node,
     end_saved_tensors_hooks,
     is_traceable_wrapper_subclass,
+    modules_in,
     never_compile,
     saved_tensors_hooks_in_force,
     saved_tensors_hooks_refusal,
@@ -352,7 +353,7 @@ def frees_values(handles: Sequence[FlatParamHandle]) -> bool:
 
 def kept_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors in attributes of modules, directly or in a container."""
-    for each in module.modules():
+    for each in modules_in(module):
         for item in list(vars(each).values()):
             if type(item) in _PLAIN:
                 continue

@@ -19,7 +19,7 @@ from composable_shard.runtime.unit import ShardState
 from composable_shard.torch_private import (
     REGISTRY_KEY,
     RegistryItem,
-    modules_of,
+    modules_in,
     parameters_of,
     running,
 )
@@ -107,21 +107,6 @@ def get_states(module: nn.Module) -> list[ShardState]:
     return list(dict.fromkeys([state for state in states if state is not None]))
 
 
-def modules_in(module: nn.Module) -> list[nn.Module]:
-    """Return what `module.modules()` yields.
-
-    By one call: torch's generator passes each module on through all levels above it.
-    """
-    found: dict[nn.Module, None] = {}
-    waiting: list[nn.Module | None] = [module]
-    while waiting:
-        each = waiting.pop()
-        if each is not None and each not in found:
-            found[each] = None
-            waiting += [*modules_of(each).values()][::-1]
-    return list(found)
-
-
 def get_handles(module: nn.Module) -> list[FlatParamHandle]:
     """Return the handles of all units in `module`, in the order of `get_states`."""
     return [handle for state in get_states(module) for handle in state.handles]
@@ -131,9 +116,9 @@ def get_root_states(module: nn.Module) -> list[ShardState]:
     """Return the outermost states in `module`, with no sharded module around them."""
     nested = {
         state
-        for child in module.modules()
+        for child in modules_in(module)
         if (outer := read_state(child)) is not None
-        for below in child.modules()
+        for below in modules_in(child)
         if (state := read_state(below)) is not None and state is not outer
     }
     return [state for state in get_states(module) if state not in nested]
@@ -191,4 +176,4 @@ def iter_unmanaged_modules(
 def calling_modules(module: nn.Module) -> list[nn.Module]:
     """Return the modules around `module` whose calls are running, outermost first."""
     outer = [caller for caller in dict.fromkeys(called_modules()) if caller is not module]
-    return [each for each in reversed(outer) if any(child is module for child in each.modules())]
+    return [each for each in reversed(outer) if any(child is module for child in modules_in(each))]

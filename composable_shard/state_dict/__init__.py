@@ -29,6 +29,7 @@ from composable_shard.state_dict.model_tensors import (
     is_extra_state,
     mesh_groups,
     params_by_fqn,
+    prefixed_modules,
 )
 from composable_shard.state_dict.nested_state import Cuts, why_unsaved
 from composable_shard.state_dict.optimizer_groups import Group, own_tensors, view_optimizers

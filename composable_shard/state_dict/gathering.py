@@ -86,7 +86,7 @@ def _full_buffer(handle: FlatParamHandle, shard: Tensor | None) -> Tensor:
     """Return the full values of a shard, None for the handle's own."""
     if shard is None:
         handle.adopt_changes()
-        shard = handle.local_shard
+        shard = handle.shard.values
         if handle.is_sharded and handle.full.is_current and not handle.full.is_cast:
             handle.full.wait()
             return handle.unsharded
@@ -118,7 +118,7 @@ def scatter_full(
     Returns:
         Shape `(own_numel,)`.
     """
-    shard = torch.zeros_like(handle.local_shard, dtype=dtype)
+    shard = torch.zeros_like(handle.shard.values, dtype=dtype)
     full = None
     if handle.shard_group.is_first:
         full = torch.zeros(handle.layout.padded_numel, dtype=dtype, device=handle.shard.device)

@@ -30,10 +30,12 @@ from composable_shard.state_dict.model_tensors import (
     by_handle,
     canonical,
     check_model_is_idle,
+    check_names,
     find_params,
     handles_of,
     is_extra_state,
     params_by_fqn,
+    without_wrappers,
 )
 from composable_shard.tensor import FlatShard, is_distributed
 from composable_shard.torch_private import IncompatibleKeys
@@ -65,13 +67,13 @@ def get_model_state_dict(
             begin with different ranks, so that no rank is the first of all.
         RuntimeError: Inside forward or backward, or if no unit manages a trainable parameter of a
             sharded model that is not in any unit's `ignored_params`.
-        ValueError: If a module contains itself.
+        ValueError: If a module contains itself, or names differ only in those of wrappers.
     """
     options = StateDictOptions.of(options)
     check_model_is_idle(model, "a state dict can't be made")
     check_whole(model)
     try:
-        found = {canonical(name): value for name, value in model.state_dict().items()}
+        found = without_wrappers(model, model.state_dict())
     except RecursionError:
         find_params(model)  # says where a module contains itself
         raise
@@ -155,9 +157,11 @@ def set_model_state_dict(
             forward or backward.
         NotImplementedError: With `broadcast_from_rank0`, if the meshes of the units begin with
             different ranks.
+        ValueError: If names of the model differ only in those of wrappers.
     """
     options = StateDictOptions.of(options)
     check_model_is_idle(model, "a state dict can't be loaded")
+    check_names(model)
     ModelRanks(model).check_all_broadcast(options.broadcast_from_rank0)
     if options.broadcast_from_rank0:
         return _broadcast_model(model, model_state_dict, is_strict=options.strict)
@@ -277,7 +281,7 @@ def _scatter_params(
     for handle, keys in by_handle(named).items():
         write_shard(handle, ())
         given = {index: state_dict[key] for index, key in keys.items() if key in state_dict}
-        dtype = handle.local_shard.dtype
+        dtype = handle.shard.values.dtype
         shard = scatter_full(handle, given, list(keys), dtype, groups=ranks.tensor_groups)
         write_shard(handle, ((i, handle.entries[i].slice_of(shard)) for i in keys))
 

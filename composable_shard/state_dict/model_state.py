@@ -32,6 +32,7 @@ from composable_shard.state_dict.model_tensors import (
     find_params,
     is_extra_state,
     mesh_groups,
+    prefixed_modules,
     unwrapped,
 )
 from composable_shard.tensor import (
@@ -46,6 +47,7 @@ from composable_shard.torch_private import (
     load_from_state_dict_of,
     load_post_hooks_of,
     load_pre_hooks_of,
+    modules_in,
     running,
 )
 
@@ -87,9 +89,7 @@ def find_problems(
     # Names below a module that translates are checked by nobody here: the names that it is given
     # need not be those that it has.
     translated = tuple(
-        unwrapped(f"{prefix}{path}." if path else prefix)
-        for path, child in module.named_modules(remove_duplicate=False)
-        if _translates(child)
+        unwrapped(prefix + path) for path, child in prefixed_modules(module) if _translates(child)
     )
     names = dict.fromkeys((*expected, *given))
     checked = {name for name in names if not (translated and name.startswith(translated))}
@@ -122,7 +122,7 @@ def _find_name_problems(
 
 def runs_own_code(model: nn.Module) -> bool:
     """Return whether code outside of torch reads or changes the values of a load."""
-    return any(_translates(each) or load_post_hooks_of(each) for each in model.modules())
+    return any(_translates(each) or load_post_hooks_of(each) for each in modules_in(model))
 
 
 def _translates(module: nn.Module) -> bool:
@@ -166,12 +166,12 @@ def _find_handle_problem(
             f"unit '{handle.name}' shows its full parameters, which would miss the values. Call "
             "reshard(module) first, or load inside unshard_params(module)."
         ]
-    if handle.local_shard.is_meta and not is_assigned:
+    if handle.shard.values.is_meta and not is_assigned:
         return [
             f"parameters of unit '{handle.name}' are on the meta device. Call "
             "model.to_empty(device=...) first, or pass assign=True."
         ]
-    if handle.local_shard.is_meta and len(given) < len(handle.entries):
+    if handle.shard.values.is_meta and len(given) < len(handle.entries):
         lacking = [str(e.label) for i, e in enumerate(handle.entries) if i not in given]
         return [f"assign=True needs the values of {_quoted(lacking)} too: they share one shard."]
     return []
@@ -283,7 +283,7 @@ def _is_done(state: ShardState, module: nn.Module, prefix: str, missing_keys: li
         if known is missing_keys and prefix.startswith(done):
             return True
     # Including handles of units outside that share parameters of the module.
-    hooks = [hook for each in module.modules() for hook in load_pre_hooks_of(each).values()]
+    hooks = [hook for each in modules_in(module) for hook in load_pre_hooks_of(each).values()]
     for hook in (getattr(hook, "hook", hook) for hook in hooks):
         if getattr(hook, "func", None) is load_values:
             hook.args[0].set_load_call(missing_keys, prefix)
@@ -388,13 +388,13 @@ def _write_values(given: dict[str, ManagedParam], state_dict: dict[str, Any]) ->
 
 def write_shard(handle: FlatParamHandle, pieces: Iterable[tuple[int, Tensor]]) -> None:
     """Write pieces of parameters, by index, into a handle's shard, which leaves the meta device."""
-    if handle.local_shard.is_meta:
+    if handle.shard.values.is_meta:
         materialize(handle)
     handle.adopt_changes()
     for index, piece in pieces:
         entry = handle.entries[index]
         handle.guard.note_write(entry.label.fqn)
-        place = entry.slice_of(handle.local_shard)
+        place = entry.slice_of(handle.shard.values)
         if piece.data_ptr() != place.data_ptr():  # torch's load functions fill it themselves
             place.copy_(piece)
 

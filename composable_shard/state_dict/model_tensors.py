@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import Any, ClassVar, TypeVar, cast
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable_shard.comm import HOST, Ranks
+from composable_shard.comm import HOST, Ranks, list_ranks
 from composable_shard.flat_param import FlatParamHandle, ParamEntry, slot_key
 from composable_shard.runtime import (
     ShardState,
@@ -33,6 +33,7 @@ from composable_shard.torch_private import (
 )
 
 T = TypeVar("T")
+_WRAPPED, _COMPILED = "_checkpoint_wrapped_module.", "_orig_mod."
 _MAX_PATH = 8  # components of a name in a message
 
 
@@ -41,12 +42,12 @@ _MAX_PATH = 8  # components of a name in a message
 
 def unwrapped(name: str) -> str:
     """Return a name without torch's checkpoint wrapper, which its state dicts leave out."""
-    return name.replace("_checkpoint_wrapped_module.", "")
+    return name.replace(_WRAPPED, "")
 
 
 def canonical(name: str) -> str:
     """Return a name without the prefixes of checkpoint wrappers and torch.compile."""
-    return unwrapped(name).replace("_orig_mod.", "")
+    return unwrapped(name).replace(_COMPILED, "")
 
 
 def extra_state_name(prefix: str) -> str:
@@ -61,13 +62,53 @@ def is_extra_state(name: str) -> bool:
 
 def iter_slots(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield every name of every parameter and buffer, with its module and its key there."""
-    for prefix, child in _named_modules(module):
+    for prefix, child in prefixed_modules(module):
         # A ScriptModule's have no __iter__.
         for key in (*parameters_of(child).keys(), *buffers_of(child).keys()):
             yield f"{prefix}{key}", child, key
 
 
-def _named_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def check_names(model: nn.Module) -> None:
+    """Check that what belongs in state dicts has names that differ without prefixes of wrappers.
+
+    Local; the same on all ranks that have the same model.
+
+    Raises:
+        ValueError: If two parameters, buffers or extra states have one canonical name.
+    """
+    known: dict[str, tuple[str, object]] = {}
+    for prefix, child in prefixed_modules(model):
+        hidden, extra = non_persistent_buffers_of(child), extra_state_name("")
+        registered: dict[str, object] = {**parameters_of(child), **buffers_of(child)}
+        if type(child).get_extra_state is not nn.Module.get_extra_state:
+            registered[extra] = child
+        for key, value in registered.items():
+            if value is None or key in hidden:
+                continue
+            name, short = f"{prefix}{key}", canonical(f"{prefix}{key}")
+            other, before = known.setdefault(short, (name, value))
+            if before is not value:
+                raise ValueError(
+                    f"'{other}' and '{name}' of {type(model).__name__} are different, and would "
+                    f"have one name in state dicts, '{short}': those of checkpoint wrappers "
+                    f"('{_WRAPPED}') and of torch.compile ('{_COMPILED}') are left out. Give one "
+                    "of the modules another attribute name."
+                )
+
+
+def without_wrappers(model: nn.Module, values: Mapping[str, T]) -> dict[str, T]:
+    """Return values of a model by canonical name.
+
+    Raises:
+        ValueError: If values of different parameters would have one name.
+    """
+    found = {canonical(name): value for name, value in values.items()}
+    if len(found) < len(values):
+        check_names(model)  # tied ones may
+    return found
+
+
+def prefixed_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return all modules under each of their names, as prefixes; by one call: `modules_in`.
 
     Raises:
@@ -115,7 +156,7 @@ class ManagedParam:
     @property
     def is_meta(self) -> bool:
         """Whether it has no values yet."""
-        return self.handle.local_shard.is_meta
+        return self.handle.shard.values.is_meta
 
 
 def handles_of(module: nn.Module, around: ShardState | None = None) -> list[FlatParamHandle]:
@@ -151,12 +192,15 @@ class ParamNames:
             told: dict[str, Tensor] = {canonical(n): p for n, p in model.named_parameters()}
             return cls(params_by_fqn(model), told)
         registered: dict[int, tuple[str, Tensor]] = {}
-        for prefix, child in _named_modules(model):
+        for prefix, child in prefixed_modules(model):
             short = canonical(prefix)
             for key, param in parameters_of(child).items():
                 if param is not None and id(param) not in registered:
                     registered[id(param)] = f"{short}{key}", param
-        return cls(params_by_fqn(model), dict(registered.values()))
+        named = dict(registered.values())
+        if len(named) < len(registered):
+            check_names(model)
+        return cls(params_by_fqn(model), named)
 
 
 def _named_params(
@@ -170,7 +214,7 @@ def _named_params(
             for place, key in map(slot_key, entry.slots):
                 places.setdefault(place, {})[key] = param
     found: list[tuple[str, str, ManagedParam]] = []
-    for prefix, child in _named_modules(module):
+    for prefix, child in prefixed_modules(module):
         shown = parameters_of(child)
         if own := places.get(id(shown)):
             keys, short = shown.keys(), canonical(prefix)
@@ -263,8 +307,8 @@ class ModelRanks(Ranks):
             having = [rank for rank, each in enumerate(asked) if each]
             raise ValueError(
                 "expected the same StateDictOptions on all ranks, got broadcast_from_rank0=True on "
-                f"ranks {having} of {len(asked)} only. Pass it on all of them, also where the dict "
-                "is empty."
+                f"ranks {list_ranks(having)} of {len(asked)} only. Pass it on all of them, also "
+                "where the dict is empty."
             )
 
     def check_can_broadcast(self) -> None:
@@ -323,6 +367,7 @@ class ModelTensors:
         """
         select_states(model, recurse=True)
         check_model_is_idle(model, what)
+        check_names(model)
         found = set(params_by_fqn(model).values())
         handles = handles_of(model)
         for handle in handles:
@@ -396,7 +441,7 @@ def _compute_buffers(
         for module, _ in each.places
         if next(module.parameters(), None) is None
     }
-    paths = {id(module): path for path, module in model.named_modules(remove_duplicate=False)}
+    paths = {id(module): path[:-1] for path, module in prefixed_modules(model)}
     for number, module in modules.items():
         initialise = _find_initialisation(model, paths[number], module)
         if initialise is None:

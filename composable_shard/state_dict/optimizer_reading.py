@@ -256,7 +256,7 @@ def _empty_shard(
             f"the optimizer state {shown_name(name, fqn)} of '{fqn}' is not on all ranks that "
             "hold a shard of the parameter. Step the optimizer on all ranks."
         )
-    memory = torch.empty(0, dtype=dtype, device=handle.local_shard.device)
+    memory = torch.empty(0, dtype=dtype, device=handle.shard.values.device)
     return FlatShard(memory, spec)
 
 
@@ -296,7 +296,7 @@ def _shares(names: dict[FlatParamHandle, dict[int, str]], states: States) -> Ite
         # Ranks may have made the state of different parameters, in another order.
         for key, dtype in sorted(kinds, key=str):
             indices = sorted(kinds[key, dtype])
-            shard = torch.zeros_like(handle.local_shard, dtype=dtype)
+            shard = torch.zeros_like(handle.shard.values, dtype=dtype)
             for index in indices:
                 piece = states[fqns[index]][key]._local
                 handle.entries[index].slice_of(shard).copy_(piece)

@@ -96,7 +96,7 @@ def _gather_in_buckets(
     alone: list[ManagedParam | OtherTensor] = []
     for each in found:
         handle = each.handle if isinstance(each, ManagedParam) else None
-        if handle is None or handle.layout.padded_numel * handle.local_shard.itemsize > max_nbytes:
+        if handle is None or handle.layout.padded_numel * handle.shard.values.itemsize > max_nbytes:
             alone.append(each)
         elif isinstance(each, ManagedParam):
             buckets.setdefault(handle, {})[each.index] = each

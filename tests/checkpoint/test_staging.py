@@ -150,6 +150,27 @@ def _on_lists(program: _SavedProgram) -> None:
             torch._foreach_add_(each, each)
 
 
+def _write_flat(program: _SavedProgram) -> None:
+    for handle in get_handles(program.model):
+        handle.local_shard.mul_(3)
+
+
+def _write_full(program: _SavedProgram) -> None:
+    """Each handle's own part of the full values, where these hold the shard."""
+    for handle in get_handles(program.model):
+        if handle.is_kept:
+            handle.unsharded.mul_(3)
+
+
+def _keep_flat(program: _SavedProgram) -> None:
+    program.kept = [handle.local_shard for handle in get_handles(program.model)]
+
+
+def _write_kept(program: _SavedProgram) -> None:
+    for each in program.kept:
+        each.mul_(3)
+
+
 def _edit_whole(program: _SavedProgram) -> None:
     with unshard_params(program.model, writeback=True), torch.no_grad():
         for param in program.model.parameters():
@@ -226,6 +247,9 @@ _PROGRAMS: dict[str, Any] = {
     "local": _each(lambda x: x.to_local().mul_(3)),
     "address": _each(_clear_memory),
     "shared": _each(lambda x: x.detach().share_memory_().mul_(3)),
+    "flat": _write_flat,
+    "full": _write_full,
+    "kept flat": (_keep_flat, _write_kept),
     "lists": _on_lists,
     "kept alias": _got_before(lambda x: x.detach()),
     "kept view": _got_before(lambda x: x.detach().view(-1)),

@@ -154,6 +154,98 @@ def test_object_that_refuses_a_copy_is_named() -> None:
     assert model.state.mean.dtype == F32
 
 
+def _in_itself(kind: str, found: Tensor | None) -> Any:
+    """Return a container, or an object, that contains itself, and a tensor."""
+    made: Any
+    if kind in ("list", "deque"):
+        made = [found] if kind == "list" else deque([found])
+        made.append(made)
+    elif kind == "dict":
+        made = {"found": found}
+        made["itself"] = made
+    elif kind == "list in a tuple":
+        inner: list[Any] = []
+        made = (found, inner)
+        inner.append(made)
+    else:
+        made = SimpleNamespace(found=found)
+        made.more = {"around": made}
+    return made
+
+
+def _found_in(made: Any) -> Any:
+    if isinstance(made, SimpleNamespace):
+        return made.found
+    return made["found"] if isinstance(made, dict) else made[0]
+
+
+class _InItself(nn.Module):
+    """Takes and returns what contains itself; its body returns such a thing too."""
+
+    def __init__(self, kind: str, *, is_empty: bool = False) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.kind, self.is_empty = kind, is_empty
+        self.output: Any = None
+
+    def forward(self, batch: Any) -> Any:
+        output = self.head(self.body(_found_in(batch)).tanh())
+        if self.is_empty:  # of tensors; the loss is computed inside
+            self.output = output
+        return _in_itself(self.kind, None if self.is_empty else output)
+
+
+_KINDS_IN_ITSELF = ("list", "deque", "dict", "list in a tuple", "object")
+
+
+@pytest.mark.parametrize("is_empty", [False, True])
+@pytest.mark.parametrize("kind", _KINDS_IN_ITSELF)
+@claims.strategies
+@distributed(1, 2)
+def test_containers_may_contain_themselves(
+    kind: str, is_empty: bool, strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Inputs and outputs, also those without a tensor: nothing recurses without end."""
+
+    def program(model: Any, number: int) -> None:
+        batch = _in_itself(kind, rank_input(4, 6, step=number, dtype=F64))
+        output = model(batch)
+        found = model.output if is_empty else _found_in(output)
+        found.square().mean().backward()
+
+    claims.assert_right(
+        lambda: _InItself(kind, is_empty=is_empty),
+        program,
+        shard=_shard_body_and_net,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+
+
+@pytest.mark.parametrize("kind", _KINDS_IN_ITSELF)
+@distributed(2)
+def test_a_container_in_itself_whose_tensors_are_cast_is_named(kind: str) -> None:
+    """As an output and, but for objects, as an input; without a tensor to cast it is right."""
+    for dtype, policy in (
+        (F32, MixedPrecisionPolicy(output_dtype=BF16)),
+        (F32, MixedPrecisionPolicy(param_dtype=BF16)),
+    ):
+        model = fully_shard(_InItself(kind), mp_policy=policy)
+        batch = _in_itself(kind, rank_input(4, 6, dtype=dtype))
+        if kind == "object" and policy.param_dtype is not None:
+            batch.found = batch.found.bfloat16()
+            model(batch)
+            continue
+        name = "tuple|list" if kind == "list in a tuple" else kind.replace("object", "Simple")
+        with pytest.raises(RuntimeError, match=f"the ({name}).* contains itself.*reference"):
+            model(batch)
+        assert _found_in(batch).dtype == dtype
+    model = fully_shard(
+        _InItself(kind, is_empty=True), mp_policy=MixedPrecisionPolicy(output_dtype=BF16)
+    )
+    model(_in_itself(kind, rank_input(4, 6)))
+
+
 class _Losses(nn.Module):
     """Returns nothing but a queue of losses."""
 
