@@ -199,8 +199,22 @@ def _class_without_hooks(module: nn.Module) -> type | None:
             continue
         names = set() if code is None else _names_in(code)
         if "super" not in names:
-            return kind if code is not None and _PASSES_ON.isdisjoint(names) else None
+            is_passed_on = code is None or not _PASSES_ON.isdisjoint(names)
+            return None if is_passed_on or _is_helped(type(module), names) else kind
     return None
+
+
+def _is_helped(kind: type, names: set[str]) -> bool:
+    """Return whether a helper of these names passes a call on, as `torch.fx.GraphModule`'s."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    helpers = {name: vars(each)[name] for each in reversed(own) for name in names & set(vars(each))}
+    helpers.pop("forward", None)  # it may call other modules
+    for helper in helpers.values():
+        method = getattr(helper, "__func__", helper)
+        code = getattr(method, "__code__", getattr(type(helper).__call__, "__code__", None))
+        if code is not None and not _PASSES_ON.isdisjoint(_names_in(code)):
+            return True
+    return False
 
 
 _PASSES_ON = {"__call__", "_call_impl", "_wrapped_call_impl"}

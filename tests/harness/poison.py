@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from composable_shard.comm import Waitable
+from composable_shard.comm import Waitable, calls
 from composable_shard.comm.launches import issuers
 from composable_shard.comm.watch import explained
 from composable_shard.flat_param import extended_gathers, full_values, gradients, handle, memory
@@ -34,6 +34,8 @@ _launch = launched_gathers._launch
 def poisoned() -> Iterator[None]:
     """Fill memory that nobody may read with NaN inside the block; gathers block."""
     with pytest.MonkeyPatch.context() as patch:
+        # Its frames are the library's, so that errors name a line of the program.
+        patch.setitem(calls._packages, __name__, calls._PACKAGE)
         patch.setattr(FullValues, "gather", _gather_hidden)
         patch.setattr(launched_gathers, "_launch", _launch_hidden)
         for module in (full_values, gradients, handle, extended_gathers):

@@ -61,6 +61,14 @@ class ExactOwnCall(OwnCall):
         return super().__call__(*args, **kwargs)
 
 
+class HelperOwnCall(OwnCall):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
 class PassingCall(nn.Module):
     """Passes calls on."""
 
@@ -80,6 +88,19 @@ class PassingByName(PassingCall):
         return nn.Module.__call__(self, x * 2)
 
 
+class PassingByHelper(PassingCall):
+    def __call__(self, x: Tensor) -> Any:
+        return self.run(x)
+
+    def run(self, x: Tensor) -> Any:
+        return nn.Module.__call__(self, x * 2)
+
+
+def make_traced() -> nn.Module:
+    """Return a `GraphModule`, whose `__call__` leaves to an object of its class."""
+    return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()))
+
+
 class Around(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -90,7 +111,7 @@ class Around(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("kind", [OwnCall, ExactOwnCall])
+@pytest.mark.parametrize("kind", [OwnCall, ExactOwnCall, HelperOwnCall])
 @distributed(1, 2, 3)
 def test_unit_whose_calls_run_no_hooks_is_refused(kind: type[nn.Module]) -> None:
     """Before anything changes, naming the class; in a unit around it all is right."""
@@ -106,11 +127,11 @@ def test_unit_whose_calls_run_no_hooks_is_refused(kind: type[nn.Module]) -> None
     assert_right(lambda: Around(kind()), steps, shard=fully_shard)
 
 
-@pytest.mark.parametrize("kind", [PassingCall, PassingByName])
+@pytest.mark.parametrize("kind", [PassingCall, PassingByName, PassingByHelper, make_traced])
 @pytest.mark.parametrize("strategy", ShardingStrategy)
 @distributed(1, 2, 3)
 def test_unit_whose_calls_are_passed_on_is_right(
-    kind: type[nn.Module], strategy: ShardingStrategy
+    kind: Callable[[], nn.Module], strategy: ShardingStrategy
 ) -> None:
     """As a unit of its own, and inside one."""
     assert_right(lambda: Around(kind()), steps, strategy=strategy)

@@ -142,8 +142,9 @@ def load(*, backend_name: str = "nccl") -> None:
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
     _extension = extension
-    # A build of torch with CUDA has them.
-    storage.refuse_reads, storage.allow_reads = extension.refuse_reads, extension.allow_reads
+    # Builds of torch with CUDA have them, but for 2.11.
+    storage.refuse_reads = getattr(extension, "refuse_reads", None)
+    storage.allow_reads = getattr(extension, "allow_reads", None)
     torch._register_device_module(NAME, _module_of_torch(extension))
     torch.utils.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True

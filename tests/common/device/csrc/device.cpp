@@ -117,6 +117,21 @@ std::vector<std::tuple<UseText, UseText, size_t, bool>> races() {
 
 }  // namespace
 
+// torch._C._set_storage_data_ptr_access_error_msg of builds with CUDA, and its undoing, which torch
+// 2.11 does not have: neither is there then.
+template <typename Storage>
+void define_reads(pybind11::module& m) {
+  if constexpr (requires(Storage* each) { each->clear_data_ptr_access_error_msg_(); }) {
+    m.def("refuse_reads", [](size_t storage, std::string message) {
+      reinterpret_cast<Storage*>(storage)->release_data_and_set_meta_custom_data_ptr_error_msg_(
+          std::move(message));
+    });
+    m.def("allow_reads", [](size_t storage) {
+      reinterpret_cast<Storage*>(storage)->clear_data_ptr_access_error_msg_();
+    });
+  }
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   static auto* hooks = new Hooks();
   at::RegisterPrivateUse1HooksInterface(hooks);
@@ -139,14 +154,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     }
     return latest;
   });
-  // torch._C._set_storage_data_ptr_access_error_msg of builds with CUDA, and its undoing.
-  m.def("refuse_reads", [](size_t storage, std::string message) {
-    reinterpret_cast<c10::StorageImpl*>(storage)
-        ->release_data_and_set_meta_custom_data_ptr_error_msg_(std::move(message));
-  });
-  m.def("allow_reads", [](size_t storage) {
-    reinterpret_cast<c10::StorageImpl*>(storage)->clear_data_ptr_access_error_msg_();
-  });
+  define_reads<c10::StorageImpl>(m);
   m.def("default_generator", [] { return DeviceGenerator::the_default(); });
   pybind11::class_<DeviceBackend, c10d::Backend, c10::intrusive_ptr<DeviceBackend>>(m, "Backend")
       .def(pybind11::init<c10::intrusive_ptr<c10d::Backend>, std::string>())
