@@ -49,7 +49,7 @@ def unpack(
 
 def _bytes_of_each(values: Sequence[Tensor]) -> list[str]:
     """Return each tensor's elements as hexadecimal bytes; one copy from each device."""
-    flat = [value.detach().reshape(-1).view(torch.uint8) for value in values]
+    flat = [_flat_bytes(value) for value in values]
     found = [""] * len(values)
     for device in {each.device for each in flat}:
         here = [number for number, each in enumerate(flat) if each.device == device]
@@ -62,7 +62,15 @@ def _bytes_of_each(values: Sequence[Tensor]) -> list[str]:
 
 def to_bytes(value: Tensor) -> bytes:
     """Return a tensor's elements as bytes."""
-    return bytes(value.detach().cpu().contiguous().view(-1).view(torch.uint8).tolist())
+    return bytes(_flat_bytes(value).cpu().tolist())
+
+
+def _flat_bytes(value: Tensor) -> Tensor:
+    """Return a tensor's elements in a row, as bytes, of a view of any kind."""
+    flat = value.detach().reshape(-1)
+    if flat.stride(0) != 1 or flat.is_conj() or flat.is_neg():  # no bytes to show as they are
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def from_bytes(data: bytes, like: Tensor) -> Tensor:

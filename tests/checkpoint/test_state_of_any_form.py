@@ -640,3 +640,25 @@ def test_a_scaler_that_was_off_is_refused_before_anything_changes(tmp_path: Path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, scaler=scaler)
+
+
+@distributed(2)
+def test_small_tensors_of_state_may_be_views_of_any_kind(tmp_path: Path) -> None:
+    """Of strides other than 1, repeated, negated: their bytes are in no row."""
+    pair = torch.tensor([1 + 2j, 3j])
+    views = {
+        "every_second": torch.arange(6.0)[::2],
+        "real": pair.real,
+        "repeated": torch.tensor(3.0).expand(3),
+        "one_of_four": torch.arange(4.0)[2::4],
+        "negated": pair.conj().imag,
+    }
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight].update(views)
+    save_checkpoint(tmp_path, model, optimizer, step=1)
+    optimizer.state.clear()
+    load_checkpoint(tmp_path, model, optimizer)
+    for name, view in views.items():
+        assert_equal(optimizer.state[model.weight][name], view.resolve_neg())
