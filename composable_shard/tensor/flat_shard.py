@@ -174,7 +174,8 @@ class FlatShard(RowCheckpointable):
                 group = resolve_group(spec.group_name)
                 flat = spec.arrange(all_gather_uneven(local, spec.numels, group, what=what))
             logical = spec.unflatten(flat)
-            return logical.full_tensor() if is_dtensor(logical) else logical
+            # Views count on the stride, and torch 2.11 gathers uneven columns with another one.
+            return logical.full_tensor().contiguous() if is_dtensor(logical) else logical
 
     @property
     def data(self) -> Tensor:

@@ -14,6 +14,7 @@ from composable_shard import fully_shard, unshard_params
 from composable_shard.comm.trace import count_collectives
 from tests.harness.assertions import assert_equal
 from tests.harness.ranks import distributed
+from tests.harness.versions import needs_torch
 from tests.tensor.test_flat_shard import (
     DTYPES,
     OddShapes,
@@ -62,14 +63,21 @@ def test_init_equals_the_unsharded_one(name: str) -> None:
         assert after[0] == after[1]
 
 
+@needs_torch("2.13", "its trunc_normal_ draws once, so that the owner may run it")
 @distributed(2)
 def test_a_truncated_init_of_owned_parameters_names_its_remedy() -> None:
     """On all ranks: the owner alone knows how often to draw again."""
+    model = fully_shard(nn.Linear(7, 5), granularity="param", sync_module_states=True)
+    with pytest.raises(RuntimeError, match=r"trunc_normal_ inside unshard_params"):
+        nn.init.trunc_normal_(model.weight, std=0.5)
+
+
+@distributed(2)
+def test_a_truncated_init_inside_unshard_params_is_that_of_plain_parameters() -> None:
+    """The remedy."""
     torch.manual_seed(3)
     plain = nn.Linear(7, 5)
     model = fully_shard(copy.deepcopy(plain), granularity="param")
-    with pytest.raises(RuntimeError, match=r"trunc_normal_ inside unshard_params"):
-        nn.init.trunc_normal_(model.weight, std=0.5)
     for each, scope in (plain, nullcontext()), (model, unshard_params(model)):
         torch.manual_seed(4)
         with scope:
