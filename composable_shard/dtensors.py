@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from typing_extensions import TypeIs
 
-from composable_shard.torch_private import is_instance_if_imported
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
@@ -25,7 +23,7 @@ _MODULE = "torch.distributed.tensor"
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
     """Return whether a value is a DTensor."""
-    return is_instance_if_imported(value, _MODULE, "DTensor")
+    return isinstance(value, getattr(sys.modules.get(_MODULE), "DTensor", ()))
 
 
 def from_local(

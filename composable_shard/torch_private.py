@@ -398,15 +398,10 @@ class _GuardedNames(set[str]):
         return super().__contains__(name)
 
 
-def is_instance_if_imported(value: object, module: str, name: str) -> bool:
-    """Return whether a value is of a class; False if nothing has imported the class's module."""
-    return isinstance(value, getattr(sys.modules.get(module), name, ()))
-
-
 def is_pending_result(value: object) -> TypeIs[AsyncCollectiveTensor]:
     """Return whether a value is the result of a collective that no operation has waited for."""
-    module = "torch.distributed._functional_collectives"
-    return is_instance_if_imported(value, module, "AsyncCollectiveTensor")
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return isinstance(value, getattr(module, "AsyncCollectiveTensor", ()))
 
 
 def local_shape_and_offset(

@@ -18,7 +18,7 @@ from tests.harness.ranks import distributed
 
 _NUM_LAYERS = 4  # of a unit, of two parameters each
 # What a save does before it returns, on rank 0; the plan of the save before is kept
-MAX_CALLS = 108  # of Python's functions, for one more parameter with AdamW's state
+MAX_CALLS = 112  # of Python's functions, for one more parameter with AdamW's state
 MAX_MESSAGES = 6  # between the ranks, each of which they wait for
 
 
