@@ -172,8 +172,12 @@ def _plan(pool: _Pool) -> tuple[dict[FlatParamHandle, list[int]], list[int]]:
         if handle in fixed:
             for nbytes, owner in zip(_sizes(handle), handle.layout.owners, strict=True):
                 loads[owner] += nbytes
-    sizes = [nbytes for handle in movable for nbytes in _sizes(handle)]
-    current = [owner for handle in movable for owner in handle.layout.owners]
+    # By name rather than by handle: where a model has frozen parameters and its average is frozen
+    # as a whole, both have the same owners, and an average combines them without communication.
+    places = [(handle, index) for handle in movable for index in range(len(handle.entries))]
+    places.sort(key=lambda place: place[0].entries[place[1]].label.fqn)
+    sizes = [_sizes(handle)[index] for handle, index in places]
+    current = [handle.layout.owners[index] for handle, index in places]
     everything = [*sizes, *pool.sizes]
     anew = balance(everything, num_ranks, loads)
     kept_loads = loads.copy()
@@ -183,11 +187,9 @@ def _plan(pool: _Pool) -> tuple[dict[FlatParamHandle, list[int]], list[int]]:
     # Prefer the plan that moves nothing if it is as balanced.
     best = min((kept, anew), key=lambda owners: fullest(everything, owners, num_ranks, loads))
     planned = {handle: list(handle.layout.owners) for handle in pool.handles}
-    position = 0
-    for handle in movable:
-        planned[handle] = best[position : position + len(handle.entries)]
-        position += len(handle.entries)
-    return planned, best[position:]
+    for (handle, index), owner in zip(places, best, strict=False):
+        planned[handle][index] = owner
+    return planned, best[len(places) :]
 
 
 def _is_movable(handle: FlatParamHandle) -> bool:

@@ -131,9 +131,9 @@ def owner_error(func: OpOverload, specs: Iterable[ShardSpec]) -> NeedsWhole | No
 
 def check_same_spec(func: OpOverload, first: ShardSpec, other: ShardSpec) -> None:
     """Raise if two operands are shards of different ranges; compares by identity first."""
-    if other is first or other == first:
+    if other is first or other == first or first.is_owned_as(other):
         return
-    if first.owner is not None and first.label.fqn == other.label.fqn:
+    if first.owner is not None and first.label is other.label:
         raise NeedsWhole(
             f"{func.overloadpacket} combines '{first.label.fqn}' {tuple(first.shape)} with what "
             "was made of it before it was given to another rank.",

@@ -84,7 +84,7 @@ def local_operands(func: OpOverload, args: tuple[Any, ...]) -> tuple[list[Any], 
             if spec is None:
                 spec = other
                 numel = arg._local.numel()
-            elif other is not spec and other != spec:
+            elif other is not spec and other != spec and not spec.is_owned_as(other):
                 return _mixed_operands(func, args)
             operands.append(arg._local)
         else:

@@ -114,6 +114,15 @@ class ShardSpec:
         """Whether `is_alone`, and the tensor is not one of a tensor-parallel mesh either."""
         return self.is_alone and self.tensor_parallel is None
 
+    def is_owned_as(self, other: ShardSpec) -> bool:
+        """Whether one rank holds both tensors whole, laid out alike, wherever units put them."""
+        return (
+            self.owner is not None
+            and (self.owner, self.group_name) == (other.owner, other.group_name)
+            and (self.shape, self.tensor_parallel) == (other.shape, other.tensor_parallel)
+            and (self.dense_shape, self.dense_stride) == (other.dense_shape, other.dense_stride)
+        )
+
     def __deepcopy__(self, memo: object) -> ShardSpec:
         return self
 

@@ -19,6 +19,10 @@ from tests.common import device
 from tests.common.device import build
 from tests.harness.ranks import run_processes
 
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
+    dist.all_gather_into_tensor  # before torch 2.13
+)
+
 TIMEOUT_S = 20
 
 

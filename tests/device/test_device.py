@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.common import device
-from tests.device.running import on_device
+from tests.device.running import all_gather, on_device
 
 SLOW_US = 100_000
 
@@ -165,7 +165,7 @@ def test_collectives_run_on_streams_and_the_host_does_not_wait() -> None:
     gathered = torch.empty(8, device="lag")
     device.take_host_waits()
     with device.forbid_host_waits():
-        work = dist.all_gather_single(gathered, x, async_op=True)
+        work = all_gather(gathered, x, async_op=True)
         assert work is not None
         assert not work.is_completed()
         work.wait()

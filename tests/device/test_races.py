@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.common import device
-from tests.device.running import on_device
+from tests.device.running import all_gather, on_device
 
 
 def _device_ones(numel: int = 8) -> Tensor:
@@ -203,7 +203,7 @@ def test_new_memory_comes_after_what_its_stream_did_before() -> None:
 def test_collectives() -> None:
     """They read their input and write their output until their work is waited for."""
     x, output = _device_ones(), _device_ones(16)
-    work = dist.all_gather_single(output, x, async_op=True)
+    work = all_gather(output, x, async_op=True)
     assert work is not None
     output.sum()
     x.mul_(2)
@@ -211,7 +211,7 @@ def test_collectives() -> None:
         ("all_gather", "writes", "aten::sum", "reads"),
         ("all_gather", "reads", "aten::mul", "writes"),
     ]
-    work = dist.all_gather_single(output, x, async_op=True)
+    work = all_gather(output, x, async_op=True)
     assert work is not None
     x.sum()
     work.wait()

@@ -34,6 +34,7 @@ from tests.programs.models import (
     assert_is_slice,
     rank_input,
     replica_mesh,
+    seeded,
     shard_blocks,
 )
 
@@ -394,6 +395,33 @@ def test_a_failed_move_leaves_everything_usable(monkeypatch: pytest.MonkeyPatch)
     assert_balanced(model)
     for param, expected in zip(model.parameters(), before, strict=True):
         assert_is_slice(param, expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@distributed(2, 3)
+def test_an_average_has_the_owners_of_its_model_whatever_is_frozen(seed: int) -> None:
+    """So that it is averaged where the values are, by any operation, and sends nothing."""
+    numbers = torch.Generator().manual_seed(seed)
+    plain = seeded(Layers)
+    for param in plain.parameters():
+        param.requires_grad_(bool(torch.rand((), generator=numbers) < 0.6))
+    model, average = copy.deepcopy(plain), copy.deepcopy(plain).requires_grad_(False)
+    plain_average = copy.deepcopy(average)
+    for each in (model, average):
+        shard_blocks(each, granularity="param")
+        lazy_init(each)
+    assert owners_of(average) == owners_of(model)
+    with torch.no_grad():
+        for each in (plain, model):
+            torch._foreach_add_(list(each.parameters()), 1.0)
+        for one, other in (plain_average, plain), (average, model):
+            with count_collectives() as log:
+                torch._foreach_lerp_(list(one.parameters()), list(other.parameters()), 0.25)
+                for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+                    mine.mul_(0.5).add_(theirs, alpha=0.5)
+            assert log.events == []
+    for mine, expected in zip(average.parameters(), plain_average.parameters(), strict=True):
+        assert_equal(mine.full_tensor(), expected.detach())
 
 
 @distributed(2)
