@@ -143,7 +143,7 @@ def measure_save(num_ranks: int, num_units: int) -> list[float]:
         model, optimizer = _make(num_units)
         group = _Saver(num_ranks // 2, num_ranks)
         start = time.process_time()
-        replaced = patch("composable_shard.checkpoint.saving.get_host_group", lambda: group)
+        replaced = patch("composable_shard.checkpoint.saving.quiet_group", lambda: group)
         with replaced, suppress(_ToldError):
             save_checkpoint("unused", model, optimizer, step=1)
         own = time.process_time() - start
@@ -173,9 +173,7 @@ def _describe(rank: int, num_ranks: int) -> tuple[dict[str, Any], list[Item]]:
     with free_world(num_ranks, rank), ExitStack() as stack:
         model, optimizer = _make(1)
         stack.enter_context(patch("composable_shard.checkpoint.saving.plan_save", note))
-        stack.enter_context(
-            patch("composable_shard.checkpoint.saving.get_host_group", lambda: group)
-        )
+        stack.enter_context(patch("composable_shard.checkpoint.saving.quiet_group", lambda: group))
         stack.enter_context(suppress(_ToldError))
         save_checkpoint("unused", model, optimizer, step=1)
     return found[0], found[1]

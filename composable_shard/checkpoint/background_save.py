@@ -78,15 +78,15 @@ def _leave_cores_to_others() -> None:
 
 
 def quiet_group() -> HostGroup:
-    """Return the group of all ranks when no save uses it; raise the error of one that failed."""
-    group = get_host_group()
-    with group.agreed():
-        end_pending(group)
-    return group
+    """Return the group of all ranks when no save uses it; raise the error of one that failed.
+
+    On all ranks, also if a call has raised it on some, before they run code of the program: that
+    may communicate.
+    """
+    return get_host_group(_end_pending)
 
 
-def end_pending(group: HostGroup) -> None:
-    """Wait for the save that uses a group, and raise its error on this rank if no call has."""
+def _end_pending(group: HostGroup) -> None:
     pending: CheckpointSave | None = group.swap_pending(None)
     error = None if pending is None else pending.untold_error()
     if error is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable_shard.checkpoint.background_save import CheckpointSave, end_pending
+from composable_shard.checkpoint.background_save import CheckpointSave, quiet_group
 from composable_shard.checkpoint.draft import Item, ModelOwners, SaveArguments, list_items
 from composable_shard.checkpoint.garbage import no_collections
 from composable_shard.checkpoint.objects import (
@@ -28,7 +28,7 @@ from composable_shard.checkpoint.objects import (
 from composable_shard.checkpoint.run_state import describe_model
 from composable_shard.checkpoint.staging import LateCopies, copy_to_host
 from composable_shard.checkpoint.writer import SavePlan, plan_save, write_checkpoint
-from composable_shard.comm import HostGroup, get_host_group
+from composable_shard.comm import HostGroup
 from composable_shard.options import check_path_order
 from composable_shard.state_dict import (
     Cuts,
@@ -95,9 +95,8 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             all ranks, and nothing is left behind.
     """
     check_path_order(model, path, "save_checkpoint(path, model, optimizer, step=step)")
-    group = get_host_group()
+    group = quiet_group()
     with no_collections(), group.agreed():
-        end_pending(group)  # first: it uses the group
         _check_arguments(step, keep_last)
         optimizers = as_dict(optimizer)
         objects = {"scheduler": as_dict(scheduler), "scaler": as_dict(scaler)}

@@ -238,42 +238,50 @@ def _join_made(function: Callable[[Messages], Any], told: Messages) -> list[Any]
     return [problem, None if problem else function(made)]
 
 
-def get_host_group() -> HostGroup:
+def get_host_group(check: Callable[[HostGroup], None] | None = None) -> HostGroup:
     """Return the group of all ranks of the default process group.
 
     The first call makes it, on all ranks, with the timeout of the default group. Without a default
     process group it has one rank. Each call counts as a collective of the default group, so that
     ranks that differ find out. One all-gather says whether the group has failed on any rank; then a
     new one is made.
+
+    Args:
+        check: Gets the group of the call before; in the same all-gather any rank's error in it is
+            raised on all of them.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     known = _groups.get(os.getpid())
-    is_usable = known is not None and known[0] is world
+
+    def needs_new() -> bool:
+        if known is not None and check is not None:
+            check(known[1])
+        return known is None or known[0] is not world or known[1].has_failed
+
     if world is not None:
         begin_watch()
         enter_setting(function_called(with_arguments=False), [world])
-        if known is not None and is_usable:
-            ranks = Ranks([world], _device_of(world))
-            is_usable = not ranks.compare(None, known[1].has_failed)[1]
-    if known is None or not is_usable:
-        group = None
-        if world is not None:
-            # An exchange that is named in errors: making a group raises none if a rank does not
-            # come.
-            Ranks([world], _device_of(world)).all_messages(None)
-            group = dist.new_group(backend="gloo", timeout=timeout_of(world))
-        before = None if known is None else known[1]
-        _groups[os.getpid()] = known = world, HostGroup(group)
-        if before is not None:
-            known[1].swap_pending(before.swap_pending(None))  # it continues on the earlier group
-            known[1].continue_run(before.run)
-    return known[1]
+    worlds = [] if world is None else [world]
+    # Also before a group is made, which raises no error that names a rank that does not come.
+    is_new = any(Ranks(worlds, _device_of(world)).told_by_all(needs_new))
+    if known is not None and not is_new:
+        return known[1]
+    timeout = None if world is None else timeout_of(world)
+    group = None if world is None else dist.new_group(backend="gloo", timeout=timeout)
+    before = None if known is None else known[1]
+    made = HostGroup(group)
+    _groups[os.getpid()] = world, made
+    if before is not None:
+        made.swap_pending(before.swap_pending(None))  # it continues on the earlier group
+        made.continue_run(before.run)
+    return made
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """Return a device on which a group can communicate, the CPU if it can be that."""
     try:
-        backend_of(group, HOST)
+        if group is not None:
+            backend_of(group, HOST)
     except RuntimeError:
         return torch.accelerator.current_accelerator(check_available=True) or HOST
     return HOST

@@ -424,6 +424,40 @@ def test_an_error_in_the_background_is_told_once(tmp_path: Path) -> None:
     assert run.load(tmp_path).step == 1
 
 
+class _Counted(nn.Linear):
+    """Has extra state that takes a collective."""
+
+    def get_extra_state(self) -> Any:
+        count = torch.ones(1)
+        dist.all_reduce(count)
+        return count
+
+    def set_extra_state(self, state: Any) -> None:
+        assert_equal(state, torch.full((1,), float(dist.get_world_size())))
+
+
+@distributed(2, timeout=30)
+def test_an_error_that_one_rank_waited_for_is_raised_before_the_program_runs(
+    tmp_path: Path,
+) -> None:
+    """On all ranks, none of which then is alone in the collective of a module's state."""
+    model = _Counted(4, 4)
+    fully_shard(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "write", _disk_full)
+        save = save_checkpoint(tmp_path, model, step=1, async_op=True)
+        assert isinstance(save, CheckpointSave)
+        while not save.is_done:
+            time.sleep(0.01)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="No space left"):
+            save.wait()
+    with pytest.raises(RuntimeError, match=r"on ranks \[1\]: the save before this call failed"):
+        save_checkpoint(tmp_path, model, step=1)
+    save_checkpoint(tmp_path, model, step=1)
+    assert load_checkpoint(tmp_path, model).step == 1
+
+
 def _disk_full(*_: Any) -> None:
     raise OSError(28, "No space left on device")
 

@@ -100,7 +100,7 @@ def _describe(
     with free_world(num_ranks, rank), pytest.MonkeyPatch.context() as patch:
         model, optimizer = _make_own(num_params, numel)
         patch.setattr(saving, "plan_save", note)
-        patch.setattr(saving, "get_host_group", lambda: group)
+        patch.setattr(saving, "quiet_group", lambda: group)
         extra = {"tensor": torch.ones(3), "rank": rank}  # rank 0's is saved
         with pytest.raises(_Described):
             save_checkpoint(path, model, optimizer, step=1, extra=extra)
