@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from composable_shard.flat_param.entries import ParamEntry
-from composable_shard.flat_param.grad_pieces import add_gradients, wrap_all
+from composable_shard.flat_param.grad_pieces import add_gradients
 from composable_shard.flat_param.hidden import set_requires_grad
 from composable_shard.layout import FlatLayout
 from composable_shard.tensor import FlatShard, ParamLabel, reduced_gradient
@@ -26,7 +26,7 @@ Place = tuple[Any, Any, Tensor | None, Tensor | None]
 class Cutter(Protocol):
     """Cuts a shard of gradients into those of the parameters at rest."""
 
-    def split(self, shard: Tensor, /) -> list[Tensor]:
+    def split(self, shard: Tensor, /) -> Sequence[Tensor]:
         """Return views of a shard of shape `(own_numel,)`."""
         ...
 
@@ -153,7 +153,7 @@ class OriginalForm:
             Which of the parameters at rest did.
         """
         if pieces is not None:
-            add_gradients(self.at_rest, wrap_all(pieces, self.at_rest), used)
+            add_gradients(self.at_rest, pieces, used)
         return used
 
     def drop_gradient(self, handle: Any, index: int) -> None:

@@ -66,59 +66,48 @@ class GradPieces:
         kept = [index for index, size in enumerate(sizes) if index % 2 or size]
         self._sizes = [sizes[index] for index in kept]
         self._indices = [place for place, index in enumerate(kept) if index % 2]
+        self._has_gaps = len(self._indices) < len(kept)
 
-    def split(self, shard: Tensor) -> list[Tensor]:
+    def split(self, shard: Tensor) -> Sequence[Tensor]:
         """Return the parameters' parts of a shard of shape `(own_numel,)`."""
         # Views that keep the shard's memory, and not the tensor.
         parts = shard.unsafe_split_with_sizes(self._sizes)
-        return [parts[index] for index in self._indices]
-
-
-def wrap_all(
-    locals_: Sequence[Tensor | None], entries: Sequence[ParamEntry]
-) -> list[FlatShard | None]:
-    """Return tensors as shards; None for no tensor, and for a parameter of another owner.
-
-    Like `wrap`, but for tensors of one dtype and device, which saves calls.
-    """
-    first = next((each for each in locals_ if each is not None), None)
-    dtype, device = (None, None) if first is None else (first.dtype, first.device)
-    are_owned = bool(entries[0].spec.layout.owners)  # asked once: an attribute of a spec is slow
-    shards: list[FlatShard | None] = []
-    for local, entry in zip(locals_, entries, strict=True):
-        spec, shard = entry.spec, None
-        if local is not None and not (are_owned and spec.is_owned_by_other_rank):
-            shape, stride = spec.wrapper
-            shard = make_wrapper(FlatShard, shape, stride, None, None, dtype, strided, device)
-            shard.__dict__ = {"_local": local, "_shard_spec": spec, "_guard": None}
-        shards.append(shard)
-    return shards
+        return [parts[index] for index in self._indices] if self._has_gaps else parts
 
 
 def add_gradients(
-    entries: Sequence[ParamEntry],
-    shards: Sequence[FlatShard | None],
-    used: Sequence[bool],
+    entries: Sequence[ParamEntry], pieces: Sequence[Tensor], used: Sequence[bool]
 ) -> None:
     """Set, or add to, the gradients of the sharded parameters that were used.
+
+    Args:
+        entries: The parameters.
+        pieces: The gradients of their elements on this rank, of one dtype and device.
+        used: Which of the parameters got a gradient on any rank; one of another owner gets none.
 
     Raises:
         RuntimeError: If a parameter's `.grad` is not a shard like the parameter.
     """
+    dtype, device = pieces[0].dtype, pieces[0].device
+    are_owned = bool(entries[0].spec.layout.owners)  # asked once: an attribute of a spec is slow
     with DisableTorchFunctionSubclass():  # [Note: Many getters]
-        for entry, shard, is_used in zip(entries, shards, used, strict=True):
-            if not is_used or shard is None:
+        for entry, piece, is_used in zip(entries, pieces, used, strict=True):
+            param, spec = entry.sharded, entry.spec
+            if not is_used or (are_owned and spec.is_owned_by_other_rank):
                 continue
-            param = entry.sharded
             grad = param.own_grad
             if grad is None:
+                # As `wrap` does, which would take a call for each.
+                shape, stride = spec.wrapper
+                shard = make_wrapper(FlatShard, shape, stride, None, None, dtype, strided, device)
+                shard.__dict__ = {"_local": piece, "_shard_spec": spec, "_guard": None}
                 param.own_grad = shard
                 continue
-            if not isinstance(grad, FlatShard) or grad._local.shape != shard._local.shape:
+            if not isinstance(grad, FlatShard) or grad._local.shape != piece.shape:
                 grad = checked_gradient(param, grad)
             if LATE_READS.are_there:  # a save in the background may read it, [Note: Late reads]
                 LATE_READS.make(grad._local)
-            grad._local.add_(shard._local)
+            grad._local.add_(piece)
 
 
 def checked_gradient(param: FlatShard, grad: Tensor) -> FlatShard:

@@ -57,7 +57,7 @@ PINNED = {  # by parameters of a unit
         written=NBYTES,  # the gradient
         allocations=3,
         allocated=2 * NBYTES + NBYTES // 2 + 3,
-        calls=118,
+        calls=117,
         optimizer_calls=2,
     ),
     9: StepCost(
@@ -66,7 +66,7 @@ PINNED = {  # by parameters of a unit
         written=9 * NBYTES,
         allocations=3,
         allocated=9 * (2 * NBYTES + NBYTES // 2 + 3),
-        calls=134,
+        calls=133,
         optimizer_calls=3,
     ),
 }
