@@ -40,6 +40,8 @@ from composable_shard.state_dict import (
 )
 from composable_shard.tensor import FlatShard
 
+_RNG_NBYTES = 1 << 12  # to a multiple of which the states of generators are filled up
+
 
 def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     path: str | os.PathLike[str],
@@ -204,6 +206,8 @@ def _describe(
     tree["scheduler_kinds"] = {name: kind_of(each) for name, each in objects["scheduler"].items()}
     # Not in the tree, which all ranks read: only the rank that wrote it reads it.
     text = json.dumps(json_tree.encode(get_rng_state(), "rng", {})).encode()
+    # Its decimals have more or fewer digits at each save, but it is the same tensor.
+    text = text.ljust(-(-len(text) // _RNG_NBYTES) * _RNG_NBYTES)
     tensors[rng_name(rank)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return tree, tensors
 

@@ -181,33 +181,47 @@ def _aligned(nbytes: int) -> int:
 
 def copy_to_host(group: HostGroup, items: Sequence[Item]) -> LateCopies:
     """Give items memory for copies, and make those that can't be late. [Note: Staging memory]"""
-    names = {item.name for item in items}
-    kept = {name: x for name, x in group.swap_staging({}).items() if name in names}  # frees others
     # First: a part is another tensor on the same memory.
     values = [item.values for item in items]
     are_late = [isinstance(x, FlatShard) and _is_written_in_sight(x) for x in values]
     parts = [local_part(value) for value in values]
-    on_devices = [part for part in parts if type(part) is Tensor and not part.is_cpu]
-    pinned = _PinnedMemory(sum(_aligned(part.nbytes) for part in on_devices))
+    kept = _fitting(group.swap_staging({}), items, parts)
+    of_devices = {n: x for n, x in enumerate(parts) if type(x) is Tensor and not x.is_cpu}
+    pinned = _PinnedMemory(sum(_aligned(x.nbytes) for n, x in of_devices.items() if n not in kept))
     late = LateCopies()
     # No inference tensor, which a later save, outside of inference mode, could not write.
     with torch.inference_mode(False), torch.no_grad():
-        for item, value, part, is_late in zip(items, values, parts, are_late, strict=True):
+        for number, (item, part) in enumerate(zip(items, parts, strict=True)):
             if type(part) is not Tensor:
                 item.values = part.to("cpu", copy=True)
                 continue
-            memory = kept.pop(item.name, None)
-            if memory is None or (memory.shape, memory.dtype) != (part.shape, part.dtype):
+            memory, value = kept.get(number), values[number]
+            if memory is None:
                 memory = _alloc(part) if part.is_cpu else pinned.take(part)
             item.values = memory
-            if is_late and isinstance(value, FlatShard):
+            if are_late[number] and isinstance(value, FlatShard):
                 late.add(value, memory)
             else:
                 memory.copy_(part, non_blocking=True)
-        for device in {part.device for part in on_devices}:
+        for device in {part.device for part in of_devices.values()}:
             late.add_issued(device)
     group.swap_staging({x.name: x.values for x in items if type(x.values) is Tensor})
     return late
+
+
+def _fitting(
+    before: dict[str, Tensor], items: Sequence[Item], parts: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """Return the memory of the save before that fits, by the item's number; free the other."""
+    found: dict[int, Tensor] = {}
+    for number, (item, part) in enumerate(zip(items, parts, strict=True)):
+        memory = before.pop(item.name, None)
+        if memory is None or (memory.shape, memory.dtype) != (part.shape, part.dtype):
+            continue
+        if part.is_cpu or memory.is_pinned():  # the model may have been moved
+            found[number] = memory
+    before.clear()
+    return found
 
 
 def _alloc(like: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +87,26 @@ def test_a_second_save_has_the_bytes_of_one_that_is_planned(tmp_path: Path, asyn
     load_checkpoint(tmp_path / "kept", *other)
     for found, wanted in zip(_local_values(*other), expected, strict=True):
         assert_equal(found, wanted)
+
+
+@distributed(2)
+def test_a_plan_is_kept_while_generators_draw(tmp_path: Path) -> None:
+    """The text of Python's has numbers of more or fewer digits then; a load gives it back."""
+    model, optimizer = _make_stepped()
+    before, lengths = random.getstate(), set()
+    try:
+        with _counted() as made:
+            for step in range(1, 6):
+                for _ in range(90 * step + dist.get_rank()):
+                    random.random()
+                save_checkpoint(tmp_path, model, optimizer, step=step)
+                lengths.add(len(str(random.getstate())))
+        assert len(made) == 1 < len(lengths)
+        expected = [random.random() for _ in range(3)]
+        load_checkpoint(tmp_path, model, optimizer)
+        assert [random.random() for _ in range(3)] == expected
+    finally:
+        random.setstate(before)
 
 
 def _add_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

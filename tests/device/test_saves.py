@@ -128,3 +128,44 @@ def test_pinned_memory_is_shared_by_tensors() -> None:
         blocks = {each.untyped_storage().data_ptr(): each for each in found}
         sizes = [each.untyped_storage().nbytes() for each in blocks.values()]
         assert sizes == [total] if block > total else max(sizes) <= max(block, 512)
+
+
+@on_device
+def test_a_save_takes_pinned_memory_for_what_is_new_alone() -> None:
+    """A buffer of another shape, one more, then a model that comes from the host."""
+    run = _make_stepping()
+    model, _ = run
+    taken: list[int] = []
+    alloc_host = staging.alloc_host
+
+    def count(numel: int, *args: Any, **options: Any) -> Tensor:
+        taken.append(numel)
+        return alloc_host(numel, *args, **options)
+
+    with tempfile.TemporaryDirectory() as path, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "alloc_host", count)
+
+        def save() -> list[int]:
+            taken.clear()
+            made = save_checkpoint(path, *run, step=1, async_op=True)
+            assert isinstance(made, CheckpointSave)
+            made.wait()
+            return [*taken]
+
+        save()
+        assert save() == []
+        model.seen = torch.full((5,), 2.0, device=device.NAME)
+        assert save() == [64]
+        model.register_buffer("other", torch.ones(40, device=device.NAME))
+        assert save() == [192]
+        model.register_buffer("third", torch.ones(3))
+        assert save() == []
+        model.third = torch.full((3,), 4.0, device=device.NAME)
+        assert save() == [64]
+        loaded = _make_stepping()
+        loaded[0].register_buffer("other", torch.zeros(40, device=device.NAME))
+        loaded[0].register_buffer("third", torch.zeros(3, device=device.NAME))
+        loaded[0].seen = torch.zeros(5, device=device.NAME)
+        load_checkpoint(path, *loaded)
+        for found, wanted in zip(_tensors_of(loaded), _tensors_of(run), strict=True):
+            assert_equal(found.cpu(), wanted.cpu())
