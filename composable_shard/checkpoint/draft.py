@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import attrgetter, itemgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,8 +163,7 @@ class Description:
                 places.append([index, region.start, region.end, *box])
         owners, told = list(numbers), json.dumps(lines)
         digest = _digest(json.dumps([given, {**tree, "extra": None}]), told)
-        folder = str(Path(given["path"]).absolute())
-        layout = _digest(json.dumps([own, owners, places, folder]), told)
+        layout = _digest(json.dumps([own, owners, places, given["path"]]), told)
         return cls(given, tree, items, lines, own, owners, places, digest, layout)
 
     def message(self, *, is_whole: bool) -> dict[str, Any]:

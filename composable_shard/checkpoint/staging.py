@@ -125,10 +125,10 @@ class LateCopies:
     def make(self) -> None:
         """Make all that are not made yet, and wait for those of devices."""
         try:
-            for each in self._all():
-                each.make_in_thread()
             for event in self._issued:
                 event.synchronize()
+            for each in self._all():
+                each.make_in_thread()
         finally:
             self._end()
         if self._is_given_up:
@@ -201,8 +201,10 @@ def copy_to_host(group: HostGroup, items: Sequence[Item]) -> LateCopies:
             item.values = memory
             if are_late[number] and isinstance(value, FlatShard):
                 late.add(value, memory)
-            else:
-                memory.copy_(part, non_blocking=True)
+            elif part.is_cpu:
+                memory.copy_(part)
+            else:  # torch turns a conjugate on the host, before the copy has arrived
+                memory.copy_(part.resolve_conj().resolve_neg(), non_blocking=True)
         for device in {part.device for part in of_devices.values()}:
             late.add_issued(device)
     group.swap_staging({x.name: x.values for x in items if type(x.values) is Tensor})

@@ -93,6 +93,12 @@ class KeptPlan:
     chosen: list[int]  # numbers of this rank's items to write
     tensors: dict[str, Any]  # on rank 0, the metadata's
 
+    def is_for(self, own: Description, *, is_first: bool) -> bool:
+        """Return whether this rank holds what it was made for."""
+        # Rank 0's working directory counts.
+        moved = is_first and self.path != Path(own.given["path"]).absolute()
+        return self.layout == own.layout and not moved
+
 
 def plan_save(
     group: HostGroup,
@@ -118,8 +124,8 @@ def plan_save(
 
     def tell() -> list[str]:
         told.append(Description.of(asdict(arguments), *describe()))
-        is_known = kept is not None and kept.layout == told[0].layout
-        return [told[0].digest, kept.name if kept is not None and is_known else ""]
+        is_for_this = kept is not None and kept.is_for(told[0], is_first=group.is_first)
+        return [told[0].digest, kept.name if kept is not None and is_for_this else ""]
 
     firsts, is_kept = group.join_made(tell, _compare_plans)
     (own,) = told
@@ -167,8 +173,7 @@ def _plan_anew(
         nonlocal draft
         draft = make_draft(gathered)
         name = "" if draft.copies else uuid.uuid4().hex
-        folder = str(Path(own.given["path"]).absolute())
-        common = [name, folder, list(draft.copies)]
+        common = [name, str(Path(own.given["path"]).absolute()), list(draft.copies)]
         return [[*common, each] for each in ([[]] * group.size if draft.copies else assign([]))]
 
     name, folder, copies, chosen = group.scatter(begin)
