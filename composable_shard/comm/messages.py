@@ -33,7 +33,7 @@ _ABANDONED_TIMEOUT = timedelta(seconds=10)
 class _Failed:
     """Takes the place of a work that has failed: each further wait raises again."""
 
-    def __init__(self, error: RuntimeError) -> None:
+    def __init__(self, error: Exception) -> None:
         self._text = str(error)  # not the error, whose traceback keeps buffers
 
     def is_completed(self) -> bool:
@@ -65,12 +65,12 @@ class _InFlight(list[dist.Work | _Failed]):
         for work in self:
             if not self.are_messages or isinstance(work, _Failed):
                 kept.append(work)
-            if not work.is_completed():
-                try:
+            try:
+                if not work.is_completed():
                     work.wait(_ABANDONED_TIMEOUT)
-                except RuntimeError as error:
-                    if self.are_messages:
-                        kept.append(_Failed(error))
+            except Exception as error:  # of any kind: the work may be a user's
+                if self.are_messages:
+                    kept.append(_Failed(error))
         self[:] = kept
 
     def __del__(self) -> None:

@@ -260,7 +260,7 @@ def list_ranks(ranks: Sequence[int]) -> str:
 def join_few(parts: Sequence[str]) -> str:
     """Join the first parts of a message, because there may be one for each rank."""
     more = len(parts) - _MAX_PARTS
-    return "; ".join([*parts[:_MAX_PARTS], *([f"and {more} more such texts"] if more > 0 else [])])
+    return "; ".join([*parts[:_MAX_PARTS], *([f"and {more} more"] if more > 0 else [])])
 
 
 def _describe_missing(

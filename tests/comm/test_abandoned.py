@@ -175,3 +175,20 @@ def test_an_interrupt_while_a_dropped_collective_is_waited_for_is_kept() -> None
         works[0].wait()
     Works([], group).wait()
     collectives.all_reduce(torch.ones(6), group).wait()
+
+
+class _Broken(dist.Work):
+    """A work whose device has failed."""
+
+    def is_completed(self) -> bool:
+        raise RuntimeError("the device has failed")
+
+
+def test_a_dropped_work_that_can_not_say_whether_it_is_done_is_let_go() -> None:
+    """As of a device that has failed: its destructor ends, and a later wait of it raises."""
+    posted = messages._InFlight([_Broken()])
+    posted.end()
+    with pytest.raises(RuntimeError, match="the device has failed"):
+        posted[0].wait()
+    messages._InFlight([_Broken()]).__del__()
+    assert messages._interrupts == []
