@@ -131,6 +131,18 @@ def test_private_names_of_torch_are_spelled_in_one_module() -> None:
     assert len(list(_private_names(private))) > 30  # they are there
 
 
+def test_the_package_takes_no_shard_as_a_program_does() -> None:
+    """A read of `handle.local_shard` lets later saves in the background copy the unit at once."""
+    package = Path(__file__).parents[1] / "composable_shard"
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in sorted(package.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "local_shard"
+    ]
+    assert found == []
+
+
 def test_a_helper_of_the_tests_is_defined_once() -> None:
     """A name at the top of two test files is one helper written twice, or two for one name."""
     places: dict[str, list[str]] = defaultdict(list)

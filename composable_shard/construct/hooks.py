@@ -35,7 +35,7 @@ def _cast_arguments(
         dtype = dtypes.pop() if len(dtypes) == 1 else None
     if state.training_state is TrainingState.UNSHARDED_PARAMS:
         # unshard_params shows the main parameters.
-        dtype = next((h.local_shard.dtype for h in state.needed_handles if h.full.is_cast), dtype)
+        dtype = next((h.shard.values.dtype for h in state.needed_handles if h.full.is_cast), dtype)
     return None if dtype is None else cast_arguments(args, kwargs, dtype)
 
 

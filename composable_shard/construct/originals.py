@@ -119,7 +119,7 @@ class Plan:
     """All that one `fully_shard` call is going to change; nothing has been changed yet."""
 
     modules: list[nn.Module]
-    walks: list[list[tuple[str, nn.Module]]]  # what `named_modules()` of each of them returns
+    walks: list[list[tuple[str, nn.Module]]]  # what `named_modules_in` returns of each of them
     originals: list[Original]
     borrowed: list[Borrowed]
     unmanaged_modules: list[nn.Module]

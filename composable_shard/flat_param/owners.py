@@ -176,7 +176,8 @@ def _plan(pool: _Pool) -> tuple[dict[FlatParamHandle, list[int]], list[int]]:
     # as a whole, both have the same owners, and an average combines them without communication.
     places = [(handle, index) for handle in movable for index in range(len(handle.entries))]
     places.sort(key=lambda place: place[0].entries[place[1]].label.fqn)
-    sizes = [_sizes(handle)[index] for handle, index in places]
+    nbytes_of = {handle: _sizes(handle) for handle in movable}
+    sizes = [nbytes_of[handle][index] for handle, index in places]
     current = [handle.layout.owners[index] for handle, index in places]
     everything = [*sizes, *pool.sizes]
     anew = balance(everything, num_ranks, loads)

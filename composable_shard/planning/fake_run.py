@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -212,6 +212,18 @@ class _Run:
                 tensor.grad_fn.register_prehook(lambda _: self.note("backward", module))
 
 
+def _places_in(
+    model: nn.Module, values_of: Callable[[nn.Module], dict[str, Any]]
+) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Return where a module and those in it register tensors: dict, name, tensor."""
+    return [
+        (values, name, tensor)
+        for values in map(values_of, modules_in(model))
+        for name, tensor in values.items()
+        if tensor is not None
+    ]
+
+
 @contextmanager
 def _fake_values(
     model: nn.Module, policies: Mapping[nn.Module, MixedPrecisionPolicy]
@@ -221,24 +233,19 @@ def _fake_values(
     They stay until the end of the backward, which may run parts of the forward again.
     """
     dtypes: dict[Tensor, torch.dtype | None] = {}
-    for module in model.modules():  # outer units first: inner ones override
+    for module in modules_in(model):  # outer units first: inner ones override
         if module in policies:
-            dtypes.update(dict.fromkeys(module.parameters(), policies[module].param_dtype))
+            for _, _, param in _places_in(module, parameters_of):
+                dtypes[param] = policies[module].param_dtype
+    places = _places_in(model, parameters_of) + _places_in(model, buffers_of)
     fakes: dict[Tensor, Tensor] = {}
-    for each in [*model.parameters(), *model.buffers()]:
+    for each in dict.fromkeys(tensor for _, _, tensor in places):
         dtype = dtypes.get(each) if each.is_floating_point() else None
         fakes[each] = fake = torch.empty(each.shape, dtype=dtype or each.dtype)
         if isinstance(each, nn.Parameter):
             fakes[each] = nn.Parameter(fake, each.requires_grad)
         if each.requires_grad:
             fakes[each].register_post_accumulate_grad_hook(_drop_gradient)
-    places: list[tuple[dict[str, Any], str, Tensor]] = [
-        (values, name, tensor)
-        for module in modules_in(model)
-        for values in (parameters_of(module), buffers_of(module))
-        for name, tensor in values.items()
-        if tensor is not None
-    ]
     try:
         for values, name, tensor in places:
             values[name] = fakes[tensor]

@@ -21,7 +21,7 @@ class ModuleTree:
         self, module: nn.Module, fqn: str, path: list[nn.Module], found: dict[nn.Module, list[str]]
     ) -> None:
         if any(module is outer for outer in path):
-            return  # a cycle; named_modules() follows it once too
+            return  # a cycle; `named_modules_in` follows it once, too
         found.setdefault(module, []).append(fqn)
         for name, child in modules_of(module).items():
             if child is not None:
@@ -30,7 +30,7 @@ class ModuleTree:
         self.fqns.setdefault(module, found[module])
 
     def fqn(self, module: nn.Module) -> str:
-        """Return the first FQN of `module`, the one in `named_modules()`."""
+        """Return the first FQN of `module`, the one in `named_modules_in`."""
         return self.fqns[module][0]
 
     def describe(self, module: nn.Module) -> str:

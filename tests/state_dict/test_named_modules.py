@@ -21,6 +21,7 @@ from composable_shard import (
     MixedPrecisionPolicy,
     StateDictOptions,
     describe,
+    estimate,
     fully_shard,
     get_model_state_dict,
     get_pending_gradients,
@@ -260,3 +261,13 @@ def test_a_load_into_names_that_are_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="have one name in state dicts"):
         load_checkpoint(str(saved), other)
     assert_equal(other.net.weight.full_tensor(), before * 3)
+
+
+def test_an_estimate_counts_hidden_modules() -> None:
+    """With a forward of fake values, which stand in the modules that nobody shows, too."""
+    hiding, showing = (
+        estimate(kind(), batch=(torch.ones(2, 4),), world_size=2, rules=[("body", None)])
+        for kind in (_Hides, _ShowsAll)
+    )
+    assert hiding.parameter_nbytes == showing.parameter_nbytes
+    assert hiding.activation_nbytes == showing.activation_nbytes > 0
