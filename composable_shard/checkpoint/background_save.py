@@ -80,8 +80,8 @@ def _leave_cores_to_others() -> None:
 def quiet_group() -> HostGroup:
     """Return the group of all ranks when no save uses it; raise the error of one that failed.
 
-    On all ranks, also if a call has raised it on some, before they run code of the program: that
-    may communicate.
+    It is raised on all ranks, also where a call has raised it already, and before any code of the
+    program runs, which may communicate.
     """
     return get_host_group(_end_pending)
 

@@ -132,8 +132,8 @@ class Description:
     Most ranks hold the same tensors under the same names. So they compare digests first, and of
     ranks with one digest the lowest alone sends the tree and the lines. Each sends its places: of
     what it holds of shards. That is a share of the model, however many ranks there are. Whatever
-    differs between ranks that hold the same model is in no digest: each sends lines of its own
-    tensors, as the states of its generators, and rank 0's `extra` is saved.
+    differs between ranks that hold the same model is not in `digest`: each sends lines of its
+    own tensors, as the states of its generators, and rank 0's `extra` is saved.
     """
 
     given: dict[str, Any]  # arguments of the save

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def no_collections() -> Iterator[None]:
+def garbage_collection_paused() -> Iterator[None]:
     """Put off the search for garbage in cycles, of all threads.
 
-    What a checkpoint has of each parameter makes many containers, which stay until its end. Looking
+    A checkpoint makes many containers for each parameter, which stay until its end. Looking
     through them again and again took half of the time of planning for 10,000 parameters.
     """
     was_on = gc.isenabled()

@@ -17,7 +17,7 @@ from torch import nn
 from composable_shard.checkpoint.background_save import quiet_group
 from composable_shard.checkpoint.draft import check_same
 from composable_shard.checkpoint.file_format import METADATA
-from composable_shard.checkpoint.garbage import no_collections
+from composable_shard.checkpoint.garbage import garbage_collection_paused
 from composable_shard.checkpoint.objects import (
     Change,
     OneOrMore,
@@ -150,12 +150,12 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     group = quiet_group()
     step = _compare_arguments(group, step, strict=strict)
     optimizers, schedulers = as_dict(optimizer), as_dict(scheduler)
-    with no_collections():
+    with garbage_collection_paused():
         reader = _open(group, model, optimizers, step, (path, rename))
     with group.agreed():
         reader.check_files(group.rank, group.size)
     check_names(group, reader, {"optimizer": optimizers, "scheduler": schedulers})
-    with no_collections(), group.agreed(), _parsing(reader.folder / METADATA):
+    with garbage_collection_paused(), group.agreed(), _parsing(reader.folder / METADATA):
         trees = [find_stored(reader, "optimizer")[name] for name in optimizers]
         own = get_model_state_dict(model)
         views = {name: view_optimizers(model, [each]) for name, each in optimizers.items()}
@@ -165,7 +165,7 @@ def load_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
             check_kinds(reader, optimizers)
         compare_names(group, reader.folder, names)
     with reader, torch.inference_mode(False):
-        with no_collections(), group.agreed(), _parsing(reader.folder / METADATA):
+        with garbage_collection_paused(), group.agreed(), _parsing(reader.folder / METADATA):
             staged = StagedModel.read(reader, model, own, is_strict=strict)
             cuts = reader.metadata.tree.get("optimizer_cuts", {})
             states = {

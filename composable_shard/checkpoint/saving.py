@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from composable_shard.checkpoint.background_save import CheckpointSave, quiet_group
 from composable_shard.checkpoint.draft import Item, ModelOwners, SaveArguments, list_items
-from composable_shard.checkpoint.garbage import no_collections
+from composable_shard.checkpoint.garbage import garbage_collection_paused
 from composable_shard.checkpoint.objects import (
     OneOrMore,
     as_dict,
@@ -98,7 +98,7 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
     """
     check_path_order(model, path, "save_checkpoint(path, model, optimizer, step=step)")
     group = quiet_group()
-    with no_collections(), group.agreed():
+    with garbage_collection_paused(), group.agreed():
         _check_arguments(step, keep_last)
         optimizers = as_dict(optimizer)
         objects = {"scheduler": as_dict(scheduler), "scaler": as_dict(scaler)}
@@ -134,7 +134,7 @@ def save_checkpoint(  # noqa: PLR0913 -- the parts of a run, each by name
         return tree, list_items(tensors, owners)
 
     arguments = SaveArguments(step, os.fspath(path), keep_last, async_op)
-    with no_collections():
+    with garbage_collection_paused():
         plan = plan_save(group, arguments, describe)
     if not async_op:
         return write_checkpoint(group, plan, keep_last, None)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -93,7 +93,10 @@ class _LateCopy:
 
 
 class LateCopies:
-    """The copies of one save that are made late, a parameter's beside those of its state."""
+    """The copies of one save that are not done when its call returns.
+
+    Late ones, a parameter's beside those of its state, and those that devices were given.
+    """
 
     def __init__(self) -> None:
         self._by_spec: dict[int, list[_LateCopy]] = {}  # by address
@@ -155,7 +158,7 @@ def _make(copies: Sequence[_LateCopy]) -> None:
 
 
 class _PinnedMemory:
-    """Pinned memory for several tensors: torch rounds each block up to a power of two."""
+    """Pinned memory for several tensors, as torch rounds each block up to a power of two."""
 
     def __init__(self, nbytes: int) -> None:
         self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -181,49 +184,44 @@ def _aligned(nbytes: int) -> int:
 
 def copy_to_host(group: HostGroup, items: Sequence[Item]) -> LateCopies:
     """Give items memory for copies, and make those that can't be late. [Note: Staging memory]"""
-    # First: a part is another tensor on the same memory.
-    values = [item.values for item in items]
-    are_late = [isinstance(x, FlatShard) and _is_written_in_sight(x) for x in values]
-    parts = [local_part(value) for value in values]
-    kept = _fitting(group.swap_staging({}), items, parts)
-    of_devices = {n: x for n, x in enumerate(parts) if type(x) is Tensor and not x.is_cpu}
-    pinned = _PinnedMemory(sum(_aligned(x.nbytes) for n, x in of_devices.items() if n not in kept))
-    late = LateCopies()
+    names = {item.name for item in items}
+    kept = {name: x for name, x in group.swap_staging({}).items() if name in names}  # frees others
+    pinned = _PinnedMemory(sum(_pinned_nbytes(x, kept) for x in items if not x.values.is_cpu))
+    late, devices = LateCopies(), set[torch.device]()
     # No inference tensor, which a later save, outside of inference mode, could not write.
     with torch.inference_mode(False), torch.no_grad():
-        for number, (item, part) in enumerate(zip(items, parts, strict=True)):
+        for item in items:
+            value, memory = item.values, kept.pop(item.name, None)
+            # First: a part is another tensor on the same memory.
+            shard = value if isinstance(value, FlatShard) and _is_written_in_sight(value) else None
+            part = local_part(value)
             if type(part) is not Tensor:
                 item.values = part.to("cpu", copy=True)
                 continue
-            memory, value = kept.get(number), values[number]
-            if memory is None:
+            if memory is None or (memory.shape, memory.dtype) != (part.shape, part.dtype):
                 memory = _alloc(part) if part.is_cpu else pinned.take(part)
+            elif not part.is_cpu and not memory.is_pinned():  # the model has been moved
+                memory = pinned.take(part)
             item.values = memory
-            if are_late[number] and isinstance(value, FlatShard):
-                late.add(value, memory)
+            if shard is not None:
+                late.add(shard, memory)
             elif part.is_cpu:
                 memory.copy_(part)
-            else:  # torch turns a conjugate on the host, before the copy has arrived
+            else:  # torch would conjugate on the host, before the copy has arrived
                 memory.copy_(part.resolve_conj().resolve_neg(), non_blocking=True)
-        for device in {part.device for part in of_devices.values()}:
+                devices.add(part.device)
+        for device in devices:
             late.add_issued(device)
     group.swap_staging({x.name: x.values for x in items if type(x.values) is Tensor})
     return late
 
 
-def _fitting(
-    before: dict[str, Tensor], items: Sequence[Item], parts: Sequence[Tensor]
-) -> dict[int, Tensor]:
-    """Return the memory of the save before that fits, by the item's number; free the other."""
-    found: dict[int, Tensor] = {}
-    for number, (item, part) in enumerate(zip(items, parts, strict=True)):
-        memory = before.pop(item.name, None)
-        if memory is None or (memory.shape, memory.dtype) != (part.shape, part.dtype):
-            continue
-        if part.is_cpu or memory.is_pinned():  # the model may have been moved
-            found[number] = memory
-    before.clear()
-    return found
+def _pinned_nbytes(item: Item, kept: Mapping[str, Tensor]) -> int:
+    """Return about how many bytes of pinned memory an item on a device needs anew."""
+    memory, numel, dtype = kept.get(item.name), item.region.numel, item.values.dtype
+    if memory is not None and (memory.numel(), memory.dtype) == (numel, dtype):
+        return 0 if memory.is_pinned() else _aligned(numel * dtype.itemsize)
+    return _aligned(numel * dtype.itemsize)
 
 
 def _alloc(like: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Write a checkpoint directory, split between the ranks, completely or not at all.
 
 [Note: One save]
-Rank 0 gathers every rank's list of tensor regions and assigns each region to one rank. A replicated
-shard goes to the replica with the least to write. A plain tensor goes to the lowest rank that holds
-it, because its values may differ between ranks (buffers). Then
+Unless a plan is kept, [Note: Kept plans], rank 0 gathers every rank's list of tensor regions and
+assigns each region to one rank. A replicated shard goes to the replica with the least to write. A
+plain tensor goes to the lowest rank that holds it, because its values may differ between ranks
+(buffers). Then
 1. rank 0 locks the run's directory, and makes one in it under a temporary name;
 2. every rank writes its file there, and reports its length and a checksum of its index;
 3. rank 0 writes the metadata, renames the directory, and replaces the file `latest`;
@@ -146,10 +147,10 @@ def _compare_plans(told: Messages) -> tuple[list[int], bool]:
     """Return the lowest rank with each digest, and whether all ranks name one kept plan.
 
     [Note: Kept plans]
-    Who writes what follows from what the ranks hold, which seldom changes between two saves. So
-    ranks keep a plan, with rank 0's entries of the metadata. A rank that holds what it held then
-    names that plan again; if all do, and have the same values beside the tensors, nothing is
-    gathered. A plan is not kept if elements of copies were compared for it, [Note: Owners]: they
+    Which rank writes what depends only on what the ranks hold, which seldom changes between two
+    saves. So ranks keep a plan, with rank 0's entries of the metadata. A rank that holds what it
+    held then names that plan again; if all do, and have the same values beside the tensors, nothing
+    is gathered. A plan is not kept if elements of copies were compared for it, [Note: Owners]: they
     may have become different.
     """
     firsts: dict[str, int] = {}

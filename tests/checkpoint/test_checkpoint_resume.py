@@ -222,7 +222,7 @@ def test_each_rank_reads_its_own_part(saved_by: int, loaded_by: int, tmp_path: P
     assert folder is not None
     total = sum(file.stat().st_size for file in folder.glob("*.safetensors")) * 4 // 3
     counts = run_ranks(loaded_by, _load_large, tmp_path)
-    small = 60_000  # headers, states of random number generators
+    small = 70_000  # headers, states of random number generators
     num_cuts = 0 if saved_by % loaded_by == 0 else 4 * (loaded_by - 1)
     for nbytes in counts:
         assert abs(nbytes - total / loaded_by) < small + 2 * 4 * (1 << 18) * bool(num_cuts)
