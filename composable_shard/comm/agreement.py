@@ -144,11 +144,7 @@ class Ranks(Agreeing):
 
         Raise any rank's error in it on all of them, as `agree` does, without another all-gather.
         """
-        message, problem = None, None
-        try:
-            message = make()
-        except Exception as error:  # of any kind, because the other ranks wait
-            problem = error
+        message, problem = attempt(make)
         try:
             found = None if problem is None else describe_problem(problem, self.rank)
             messages = self.all_messages([message, found])
@@ -199,6 +195,14 @@ class Ranks(Agreeing):
                     work.wait()
                 # Ctrl-C: this rank must be able to end.
         return [int(flag) for flag in flags]
+
+
+def attempt(make: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """Return what a function returns, or its error: of any kind, because the other ranks wait."""
+    try:
+        return make(), None
+    except Exception as error:
+        return None, error
 
 
 def describe_problem(problem: Exception, rank: int) -> list[Any]:

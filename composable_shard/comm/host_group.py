@@ -18,6 +18,7 @@ from torch import Tensor
 from composable_shard.comm.agreement import (
     Agreeing,
     Ranks,
+    attempt,
     describe_problem,
     join_problems,
     raise_found,
@@ -121,11 +122,7 @@ class HostGroup(Agreeing):
 
         Raise any rank's error in `make` on all of them, as `agree` does, in the same messages.
         """
-        message, problem = None, None
-        try:
-            message = make()
-        except Exception as error:  # of any kind, because the other ranks wait
-            problem = error
+        message, problem = attempt(make)
         try:
             found = None if problem is None else describe_problem(problem, self.rank)[1:]
             joined, value = self.join([found, message], partial(_join_made, function))
