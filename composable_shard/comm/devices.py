@@ -222,7 +222,7 @@ class Waitable(Protocol):
 
 
 class Then:
-    """Works and a function that runs once after them; then all references are dropped.
+    """Works and a function that runs once after them, and is dropped then.
 
     A function that raises or is interrupted does not run again, as it may have done a part: each
     further wait raises.

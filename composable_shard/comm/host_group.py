@@ -240,8 +240,8 @@ def get_host_group(check: Callable[[HostGroup], None] | None = None) -> HostGrou
 
     The first call makes it, on all ranks, with the timeout of the default group. Without a default
     process group it has one rank. Each call counts as a collective of the default group, so that
-    ranks that differ find out. One all-gather says whether the group has failed on any rank; then a
-    new one is made.
+    ranks that differ find out. One all-gather tells whether the group has failed on any rank; if it
+    has, a new one is made.
 
     Args:
         check: Gets the group of the call before; in the same all-gather any rank's error in it is

@@ -1,9 +1,8 @@
 """The classes of unsharded parameters: what they note, what they refuse, and their `.grad`.
 
-`UnshardedParameter` and `UnshardedDTensor` (`unsharded_dtensors`, which is imported with the first
-DTensor) are what modules compute with. Their `.grad` is a
-`GradientAtRest` where the sharded parameter has a gradient. All parameters of one flat parameter
-share one `Aliases`.
+`UnshardedParameter` and `UnshardedDTensor` (in `unsharded_dtensors`, which is imported when the
+first of them is made) are what modules compute with. Their `.grad` is a `GradientAtRest` where the
+sharded parameter has a gradient. All parameters of one flat parameter share one `Aliases`.
 """
 
 from __future__ import annotations
@@ -336,7 +335,7 @@ def _check_stands_for(stand_in: GradientAtRest, full: UnshardedParameter | None)
 
 
 class KeptDTensor(Kept, NeverStepped):
-    """An unsharded parameter that is a DTensor; its class, `UnshardedDTensor`, is both."""
+    """What `UnshardedDTensor` has beside DTensor, for `isinstance` without an import of DTensor."""
 
     __slots__ = ()
     shard_label: object = "?"
